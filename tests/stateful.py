@@ -1,7 +1,7 @@
 """Modules that change what they, and others, hold.
 
-`seen` is what a look must leave as it was: modules, tensors, random streams. `others` are effects of the user's
-Python, which happen once a look, as in a call; but no tensor without data may be left there.
+`seen` is what a look must leave as it was: modules, tensors, random streams. `others` are effects of the
+user's Python, which happen once a look, as in a call; but no tensor without data may be left there.
 """
 
 import collections

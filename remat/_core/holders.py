@@ -1,4 +1,4 @@
-"""What Python can hold a value in, how it is read without calling a method of the user's, and written again."""
+"""What Python can hold a value in: how it is read, with no method of the user's, and written again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROGRAM = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
 _MOST = 5_000
 
 
-class Holder:
+class Holding:
     """One place, as it is now: a dict, a list, slots of an object, cells of a function, names of a file."""
 
     __slots__ = ("before", "where")
@@ -55,7 +55,7 @@ class Holder:
             self.write(self.before)
 
 
-class Items(Holder):
+class Items(Holding):
     """A dict, by its items; of a subclass of a dict no method is asked."""
 
     def held(self) -> dict[Any, Any]:
@@ -75,7 +75,7 @@ class Items(Holder):
             kind.__setitem__(self.where, key, value)
 
 
-class Elements(Holder):
+class Elements(Holding):
     """A list, a set or a deque."""
 
     def held(self) -> dict[Any, Any]:
@@ -88,7 +88,7 @@ class Elements(Holder):
         (kind.update if kind is set else kind.extend)(self.where, held.values())
 
 
-class Slots(Holder):
+class Slots(Holding):
     """The slots of an object: (member of its class, ...) with it."""
 
     def held(self) -> dict[Any, Any]:
@@ -105,7 +105,7 @@ class Slots(Holder):
                     member.__set__(self.where[1], value)
 
 
-class Cells(Holder):
+class Cells(Holding):
     """The cells that a function closes over."""
 
     def held(self) -> dict[Any, Any]:
@@ -119,8 +119,8 @@ class Cells(Holder):
                 del cell.cell_contents
 
 
-class Names(Holder):
-    """Names of a file: its namespace, and which names a function reads there."""
+class FileNames(Holding):
+    """FileNames of a file: its namespace, and which names a function reads there."""
 
     def held(self) -> dict[Any, Any]:
         space, names = self.where
@@ -134,7 +134,7 @@ class Names(Holder):
                 self.where[0][name] = value
 
 
-class Attributes(Holder):
+class Attributes(Holding):
     """The attributes of a class."""
 
     def held(self) -> dict[Any, Any]:
@@ -149,7 +149,7 @@ class Attributes(Holder):
                 type.__setattr__(self.where, name, value)
 
 
-class Cached(Holder):
+class Cached(Holding):
     """What an `lru_cache` remembers."""
 
     def held(self) -> dict[Any, Any]:
@@ -163,7 +163,7 @@ class Cached(Holder):
         self.where.cache_clear()
 
 
-def container(value: Any) -> Holder:
+def container(value: Any) -> Holding:
     """A dict, list, set or deque as a holder."""
     return Items(value) if isinstance(value, dict) else Elements(value)
 

@@ -27,9 +27,9 @@ from remat._core.holders import (
     Attributes,
     Cached,
     Cells,
-    Holder,
+    FileNames,
+    Holding,
     Items,
-    Names,
     Slots,
     container,
     leads_to,
@@ -85,8 +85,8 @@ class Reach:
         self.tensors: list[torch.Tensor] = []
         self.modules: list[torch.nn.Module] = []
         self.once: Any = None
-        self._isolated: list[Holder] = []
-        self._others: list[Holder] = []
+        self._isolated: list[Holding] = []
+        self._others: list[Holding] = []
         self._streams: list[tuple[Callable[[Any, Any], Any], Any, Any]] = []
         self._seen: dict[int, Any] = {}
         self._stack: collections.deque[Any] = collections.deque(roots)  # what is nearest comes first
@@ -139,7 +139,7 @@ class Reach:
         elif not issubclass(kind, types.ModuleType):
             self._object(value)
 
-    def _note(self, holder: Holder, look: bool = True, isolate: bool = False) -> None:
+    def _note(self, holder: Holding, look: bool = True, isolate: bool = False) -> None:
         (self._isolated if isolate else self._others).append(holder)
         if look:
             self._stack += holder.values(holder.before)
@@ -200,7 +200,7 @@ class Reach:
             names = list(names_in(fn.__code__))
             spaces, met = [fn.__globals__], {id(fn.__globals__)}
             for space in spaces:
-                named = Names((space, names))
+                named = FileNames((space, names))
                 self._note(named)
                 # `import state` makes what is in there as near as what is in this file.
                 for module in [v for v in named.before.values() if isinstance(v, types.ModuleType)]:

@@ -1,4 +1,4 @@
-"""Running a user's function for a look, on the real thing: modules and tensors are afterwards as they were."""
+"""Running a user's function for a look, on the real thing: modules and tensors are as they were then."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _reaches(tensor: Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -146,8 +146,9 @@ class Residuals(list[Residual]):
 def saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
     """What would be kept if `fn(*args, **kwargs)` were differentiated.
 
-    Runs the forward once under plain autograd, and isolates what `explain` isolates. If nothing that requires grad takes part, every floating point and
-    complex argument is differentiated, as by `torch.func.grad` over all of them.
+    Runs the forward once under plain autograd, and isolates what `explain` isolates. If nothing that requires
+    grad takes part, every floating point and complex argument is differentiated, as by `torch.func.grad` over
+    all of them.
 
     Args:
         fn: any function, with or without regions and `torch.func` transforms inside.

@@ -4,6 +4,7 @@ import functools
 import gc
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def made(inside):
     return nn.Sequential(nn.Linear(16, 16), Block(inside), Block(inside))
 
 
-def trained(model):
+def trained(model) -> list[Any]:
     model(X).square().sum().backward()
     return [p.grad for p in model.parameters()]
 
@@ -186,7 +187,8 @@ def test_an_optimizer_in_the_backward_trains_as_without_looks():
 
 @pytest.fixture
 def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -255,8 +257,8 @@ def held(m, home, x):
 def test_storages_have_the_size_and_the_contents_that_they_had(look, layer, there):
     torch.manual_seed(0)
     m = nn.Linear(3, 3)
-    home = {p: p.detach().clone() for p in m.parameters()}
-    home["storages"] = [(p.untyped_storage(), p) for p in m.parameters()]  # pyright: ignore[reportArgumentType]
+    home: dict[Any, Any] = {p: p.detach().clone() for p in m.parameters()}
+    home["storages"] = [(p.untyped_storage(), p) for p in m.parameters()]
     if not there:
         for p in m.parameters():
             p.untyped_storage().resize_(0)
@@ -317,7 +319,7 @@ def test_tables_of_the_process_are_as_the_function_left_them(look):
 
 @pytest.mark.parametrize("place", ["object", "module"])
 def test_a_counter_counts_once_a_look_and_one_of_a_module_not_at_all(place):
-    state = Plain() if place == "object" else nn.Module()
+    state: Any = Plain() if place == "object" else nn.Module()
     state.calls = 0
 
     def fn(x):
@@ -390,7 +392,7 @@ def test_the_garbage_collector_stays_on(look):
         return x.sin()
 
     model = made("captured")
-    model[1].body = body  # pyright: ignore[reportAttributeAccessIssue]
+    vars(model[1])["body"] = body
     LOOKS[look](model, X)
     assert on and all(on) and gc.isenabled()
 

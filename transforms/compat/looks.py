@@ -1,4 +1,4 @@
-"""What a look at a function must see that neither ops nor torch functions show: backwards inside, and resizes.
+"""What a look must see that neither ops nor torch functions show: backwards inside, and resized storages.
 
 Private names of torch, each with its reason. Tried on 2.13.0 (CPU).
 """

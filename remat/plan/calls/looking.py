@@ -93,9 +93,9 @@ def _one_sequence_a_row() -> contextlib.AbstractContextManager[Any]:
 class _OneSequence(TorchFunctionMode):
     """Lets transformers take rows for one sequence each, as they are unless somebody packs them.
 
-    It looks at the positions to find that out. Of positions without data it supposes that rows are packed, and
-    has attention read a mask that no run with data has: its plans would be of other ops. So that one function
-    of it computes with the positions of one sequence.
+    It looks at the positions to find that out. Of positions without data it supposes that rows are packed,
+    and has attention read a mask that no run with data has: its plans would be of other ops. So that one
+    function of it computes with the positions of one sequence.
     """
 
     def __init__(self, code: types.CodeType) -> None:
