@@ -184,16 +184,17 @@ class GeneratorState:
             return self.generator.get_state()
         return getattr(torch, self.device.type).get_rng_state(self.device)
 
-    def restore(self) -> None:
-        if self.generator is not None:
-            self.generator.set_state(self.state)
+    def restore(self, generator: torch.Generator | None = None) -> None:
+        generator = generator or self.generator
+        if generator is not None:
+            generator.set_state(self.state)
         else:
             getattr(torch, self.device.type).set_rng_state(self.state, self.device)
 
-    def again(self, region: str) -> None:
-        """Have an op of a recomputation draw what it drew."""
+    def again(self, region: str, generator: torch.Generator | None = None) -> None:
+        """Have an op of a recomputation draw what it drew; from `generator`, where the function made another."""
         refuse_traced_draws(region)
-        self.restore()
+        self.restore(generator)
 
     def now(self) -> GeneratorState:
         """The present state of the same generator."""

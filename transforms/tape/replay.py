@@ -140,8 +140,9 @@ class Replay(Mode):
         if self.scratch:
             args, kwargs = self._on_scratch((args, kwargs))
         if (action := self.needs.actions[at]) == KEPT:
-            if node.draws and self.tape.scanned:
-                # A scan inside notes where the generators are, for the steps that its own backward runs.
+            made = kwargs.get("generator") is not node.kwargs.get("generator")  # in this run
+            if node.draws and (made or self.tape.scanned):
+                # A region or scan inside notes where the generators are, for its own backward.
                 self._run(at, node, facts, func, args, kwargs)
             return self._hand_out(at)
         # A view is made: one that is written through tells autograd where in its base the gradient belongs.
@@ -193,7 +194,7 @@ class Replay(Mode):
 
     def _run(self, at: int, node: Node, facts: Traits, func: Any, args: Any, kwargs: Any) -> Any:
         if node.draws and (state := self.random.get(at)) is not None:
-            quiet(state.again, self.tape.region)
+            quiet(state.again, self.tape.region, kwargs.get("generator"))
         out = func(*args, **kwargs)
         made = without_objects(metadata(out)) if facts.collective else metadata(out)
         if self.check and not alike(made, node.outs):
