@@ -35,8 +35,10 @@ from remat.transforms.closure.paths import (
 from remat.transforms.closure.stored import (
     Stored,  # what one call of a region stores where it does not return it
     anew,  # tensors in reach beside known ones, if they carry a derivative or a batch
+    made_for,  # the tensors that results that are no pytrees hold
     places_of,  # where a function, or what it leads to, holds tensors, given their ids
     refuse_derivatives,  # have tensors that a function has stored refuse derivatives
     refuse_given,  # raise where a function has stored a result in a container that it was given
+    results_of,  # results that are no pytrees and may hold tensors
     stored_first,  # what a first run of a region has stored, as further results
 )

@@ -118,6 +118,9 @@ def hold(given: Iterable[tuple[Any, Any, Any]]) -> None:
     for holder, key, value in given:
         if isinstance(holder, dict):
             holder[key] = value
+        elif isinstance(holder, functools.partial):
+            now = holder.__reduce__()[2]
+            holder.__setstate__((now[0], value, *now[2:]))  # pyright: ignore[reportAttributeAccessIssue]
         elif not isinstance(holder, (list, deque)):
             # Frozen objects have slots too.
             (type if isinstance(holder, type) else object).__setattr__(holder, key, value)
@@ -140,6 +143,9 @@ def places(reach: list[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple
             yield table, table, table.values()
         if isinstance(value, types.FunctionType):
             yield from _places_named(value)
+        elif isinstance(value, functools.partial):
+            yield value, ("args",), (value.args,)
+            yield value.keywords, value.keywords, value.keywords.values()
         if slots := _slots(type(value)):
             yield value, slots, [_held(value, slot) for slot in slots]
 

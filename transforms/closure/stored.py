@@ -6,7 +6,8 @@ So they leave the region as further results, which take their places.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+import types
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from remat.transforms.compat import (
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten
+
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size)
+_LAZY = (types.GeneratorType, types.CoroutineType, map, zip, filter, enumerate, reversed)
 
 # A holder, a key in it, and what is there: a tensor, or a tuple with tensors in it.
 Place = tuple[Any, Any, Any]
@@ -56,6 +60,31 @@ def refuse_given(name: str, containers: Any, given: Iterable[torch.Tensor], out:
             "a copy of those, as in JAX, and the result would be lost. Return it; or copy the container "
             "first, if the region alone reads it."
         )
+
+
+def results_of(name: str, out: Any) -> list[Any]:
+    """What a function has returned that is no pytree and may hold tensors."""
+    if isinstance(out, torch.Tensor):
+        return []
+    objects = [leaf for leaf in flatten(out)[0] if not isinstance(leaf, (torch.Tensor, *_ATOMS))]
+    for leaf in objects:
+        if isinstance(leaf, _LAZY):
+            raise RematError(
+                f"region {name!r} returns a {type(leaf).__name__}, which computes once the region is over. "
+                "Under torch.func its gradients would be lost. Return a list or a tuple."
+            )
+    return objects
+
+
+def made_for(
+    objects: list[Any], known: Container[int], inside: Callable[[torch.Tensor], bool]
+) -> list[torch.Tensor]:
+    """The tensors that such results hold, of those that the region was given or has made."""
+    if not objects:
+        return []
+    held = [v for v in reached(*objects) if isinstance(v, torch.Tensor) and id(v) not in known]
+    with functions_as_they_are():
+        return [tensor for tensor in held if inside(tensor)]
 
 
 def stored_first(name: str, roots: Any, new: list[torch.Tensor]) -> tuple[list[torch.Tensor], Stored | None]:
@@ -151,6 +180,12 @@ class Stored:
         self.graded = [_is_graded(t) for t in tensors]
         self.before, self.bindings = dict[int, Any](), Bindings(())
         self.places = places_of(roots, self.ids)
+        places = [value for *_, value in self.places]
+        if any(all(_with_others(value, {at: None}) is value for value in places) for at in self.ids):
+            raise RematError(
+                f"region {name!r} stores or returns a tensor where nothing can take its place (a set, an "
+                "object of C). Under torch.func its gradient would be lost. Return the tensor itself."
+            )
 
     def put(self, made: list[torch.Tensor]) -> None:
         """Store the region's results in the places of what its first run has stored."""
@@ -166,15 +201,19 @@ class Stored:
         self.before = {id(v): v for v in reach if isinstance(v, torch.Tensor)}
         self.bindings = Bindings(reach, states=True)
 
-    def found_again(self, roots: Any, present: Any, specs: Any, count: int) -> list[torch.Tensor]:
+    def found_again(
+        self, roots: Any, returned: list[torch.Tensor], present: Any, specs: Any, count: int
+    ) -> list[torch.Tensor]:
         """What a further run has stored, one for one.
 
         Args:
             roots: as they are in this run.
+            returned: what its results hold.
             present: which of the region's `count` results have a cotangent, None for all.
             specs: of results that are made of others, None where all leave the node.
         """
         found = anew(reached(roots), self.before)
+        found += [t for t in returned if _carries(t) and all(t is not other for other in found)]
         self.bindings.put_back()
         self.before, self.bindings = {}, Bindings(())
         if [tuple(t.shape) for t in found] == [shape for shape, _, _ in self.like]:

@@ -22,10 +22,12 @@ from remat.transforms.closure import (
     cond_met,
     kept_whole,
     known_around,
+    made_for,
     made_inside,
     not_compiled,
     reached,
     refuse_given,
+    results_of,
     standing_in,
     stored_first,
 )
@@ -300,7 +302,9 @@ class FlatCall:
         outs = quiet(rebuilt, outs, given) if whole else rebuilt(outs, given)
         out, named, stored = outs[0], (), []
         if self.out_spec is not None:
-            tree = unflatten(merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
+            tree = unflatten(
+                merge(self.out_leaves, self.out_at, list(outs)[: len(self.out_at)]), self.out_spec
+            )
             out, named, stored, written = tree
             self._write(written)
         if self.taps is not None:
@@ -373,19 +377,22 @@ class FlatCall:
             run = functools.partial(self._watched, function)
             out, named = self._tapped(run, args, kwargs, table) if self.taps else (run(args, kwargs), ())
             stored: list[torch.Tensor] = []
+            objects = [] if self.family.world is not None else results_of(self.region.name, out)
             if self.stored is not None:
+                held = made_for(objects, self.stored.before, conversion.is_inside)
                 again = self.family.present, self.aliasing.specs, len(self.out_at)
-                stored = self.stored.found_again((function, *self.others), *again)
+                stored = self.stored.found_again((function, *self.others), held, *again)
         note(conversion)
         if self.known is not None:
             if any([isinstance(arg, (dict, list, tuple)) for arg in (*args, *kwargs.values())]):
                 refuse_given(self.region.name, (args, kwargs), own, out)
-            stored = self._stored_first(self.known)
+            stored = self._stored_first(self.known, objects, conversion)
         copies = zip(before, [operands[i] for i in self.copied], strict=True)
         written = [(t._version != version, _graded_anywhere(t), t) for version, t in copies]
         if self.taps is None and isinstance(out, torch.Tensor) and not stored and not written:
             return self._leaving([table.get(id(out), out)], around)
-        check_results(out, self.region.name)
+        if self.family.world is not None:
+            check_results(out, self.region.name)
         self.out_leaves, self.out_spec = flatten((out, named, stored, written))
         tensors, self.out_at = split(self.out_leaves)
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.out_leaves]
@@ -393,9 +400,13 @@ class FlatCall:
         tensors = [table.get(id(t), t) for t in tensors]
         return self._leaving(tensors, around)
 
-    def _stored_first(self, known: dict[int, Any]) -> list[torch.Tensor]:
+    def _stored_first(
+        self, known: dict[int, Any], objects: list[Any], conversion: ClosureConversion
+    ) -> list[torch.Tensor]:
         region, roots, self.known = self.region, (self.region.function, *self.others), None
         new = [v for v in reached(*roots) if isinstance(v, torch.Tensor) and id(v) not in known]
+        new += made_for(objects, {**known, **{id(t): t for t in new}}, conversion.is_inside)
+        roots = (*roots, *objects)
         stored, self.stored = stored_first(region.name, roots, new) if new else ([], None)
         return stored
 

@@ -92,10 +92,9 @@ class Aliasing:
                 self._learn(results, operands)
             self._follow(results, present)
         if self.specs is None:
-            return tuple(results)
+            return tuple(results) or (quiet(torch.zeros, ()),)  # torch.func wants one
         own = [t for t, spec in zip(results, self.specs, strict=True) if spec is None]
         bases = [self._hidden_base(hidden, results) for hidden in self.hidden]
-        # torch.func differentiates no function without results.
         return (*own, *bases) or (quiet(torch.zeros, ()),)
 
     def _follow(self, results: Tensors, present: Sequence[int] | None) -> None:

@@ -192,7 +192,7 @@ class GeneratorState:
             getattr(torch, self.device.type).set_rng_state(self.state, self.device)
 
     def again(self, region: str, generator: torch.Generator | None = None) -> None:
-        """Have an op of a recomputation draw what it drew; from `generator`, where the function made another."""
+        """Have an op of a recomputation draw what it drew, from `generator` where that is another one."""
         refuse_traced_draws(region)
         self.restore(generator)
 
