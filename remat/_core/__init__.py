@@ -7,6 +7,7 @@ from remat._core.devices import (
 )
 from remat._core.flops import (
     causal_share,  # the share of an attention op's FLOPs that a causal mask leaves
+    forget_when_priced,  # call something when an op gets another price
     known_flops,  # FLOPs of `op(*args, **kwargs)`, or None for an op that nobody gave a formula for
     op_name,  # `aten::mm` for every overload and for the packet
     register_cost,  # tell policies and the planner what a custom op costs

@@ -15,6 +15,8 @@ import torch
 from remat.transforms import map_leaves
 
 _REGISTERED: dict[str, Callable[..., float]] = {}
+# Who remembers what was priced.
+_REMEMBERING: list[Callable[[], None]] = []
 
 
 def register_cost(op: Any, flops: Callable[..., float]) -> None:
@@ -31,6 +33,13 @@ def register_cost(op: Any, flops: Callable[..., float]) -> None:
     """
     name = op if isinstance(op, str) else getattr(op, "_qualname", None) or op_name(op)
     _REGISTERED[name] = flops
+    for forget in _REMEMBERING:
+        forget()
+
+
+def forget_when_priced(forget: Callable[[], None]) -> None:
+    """Have `forget` called when an op gets another price: plans and verdicts made of the old one go."""
+    _REMEMBERING.append(forget)
 
 
 def op_name(op: Any) -> str:

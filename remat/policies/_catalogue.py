@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from remat._core import forget_when_priced
 from remat.transforms import BoundedCache, RematError
 from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 from remat.transforms.region import forget_all
@@ -102,6 +103,8 @@ _COSTLY: dict[str, Kind] = {
     **_qualified(_ATTENTION, "attention"),
     **_qualified(_COLLECTIVE, "collective"),
 }
+# A rule may ask for FLOPs.
+forget_when_priced(forget_all)
 # Looking an op up is on the path of every op of every region: one dict probe, keyed by the op itself.
 _KIND_OF: BoundedCache[Any, Kind | None] = BoundedCache(8192)
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 
 import remat
 from remat import checkpoint_policy, compare, explain, pareto, plan_model, save_matmuls, saved_residuals
+from remat._inspect.report import diagnose
 from remat.plan import plan_chain
 
 BUDGET = checkpoint_policy(budget=0.5)
@@ -183,6 +185,35 @@ def test_an_optimizer_in_the_backward_trains_as_without_looks():
 
     for found, right in zip(run(*LOOKS), run(), strict=True):
         assert torch.equal(found, right)
+
+
+def reentrant(model, x):
+    return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)
+
+
+def step_inside(model, x):
+    """A step that goes backward itself, and reads gradients of leaves and of what is in between."""
+    hidden = reentrant(model, x.sin())
+    hidden.retain_grad()
+    loss = hidden.square().sum()
+    loss.backward(retain_graph=True)
+    assert hidden.grad is not None and x.grad is not None
+    return loss * x.grad.norm() * hidden.grad.norm() * sum(p.grad.norm() for p in model.parameters())
+
+
+@pytest.mark.parametrize("look", ["saved_residuals", "explain", "pareto", "budget", "doctor"])
+@pytest.mark.parametrize("fn", [reentrant, step_inside])
+def test_checkpoints_of_torch_that_accumulate_are_looked_at(fn, look):
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), X.clone().requires_grad_()
+    called = lambda x: fn(model, x)  # noqa: E731
+    if look == "budget":
+        checkpoint_policy(budget=1.0).plan(called, x)  # pyright: ignore[reportAttributeAccessIssue]
+    elif look == "doctor":
+        found = diagnose(called, x)
+        assert "error" not in {finding.cause for finding in found.findings}
+    else:
+        LOOKS[look](called, x)
+    assert all(p.grad is None for p in (*model.parameters(), x))
 
 
 @pytest.fixture

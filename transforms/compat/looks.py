@@ -41,6 +41,10 @@ class _Engine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    def is_checkpoint_valid(self) -> bool:
+        """Torch's reentrant checkpoint accumulates, and refuses a backward that is told its inputs: a look's."""
+        return bool(_watchers.backwards) or self._engine.is_checkpoint_valid()
+
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         run = self._engine.run_backward
         if not _watchers.backwards:

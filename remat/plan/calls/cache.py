@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from remat._core import warn_user
+from remat._core import forget_when_priced, warn_user
 from remat.plan.calls.keys import call_key
 from remat.plan.calls.looking import Reach, looked
-from remat.plan.calls.trusted import Trust
+from remat.plan.calls.trusted import Trust, trust_nobody
 from remat.plan.graph import Graph
 from remat.transforms import BoundedCache, Key, flatten
 from remat.transforms.closure import swapping
@@ -40,6 +40,16 @@ _ENOUGH = 3
 # So many paths of one function are told apart.
 _PATHS = 8
 _warned: BoundedCache[Hashable, None] = BoundedCache(4096)
+
+
+def _forget() -> None:
+    # What was solved on a graph is remembered there.
+    for table in (_GRAPHS, _LEARNED, _KNOWN, _ALIKE):
+        table.clear()
+    trust_nobody()
+
+
+forget_when_priced(_forget)
 
 
 def graph_of(

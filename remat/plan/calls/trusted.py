@@ -74,6 +74,13 @@ class Trust:
         self.alike.clear()
 
 
+def trust_nobody() -> None:
+    """Look at every call again: what they were bound to was made of other prices."""
+    for trust in list(_trusts.values()):
+        trust.bound.clear()
+        trust.alike.clear()
+
+
 def trust_in(anchor: Any) -> Trust:
     """The trust in the calls of the functions with this anchor."""
     found = _trusts.get(anchor)

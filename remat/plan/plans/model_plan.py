@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
+
 from remat._core import format_bytes
 from remat.plan.plans.plan import Plan
 from remat.transforms import RematError
@@ -103,7 +105,16 @@ class ModelPlan:
             return plan
 
         with handling(hand_out):
-            return self.fn(*args, **kwargs)
+            out = self.fn(*args, **kwargs)
+        met = len(self.regions) - len([*waiting])
+        # Without gradients nothing is kept, and a compiler asks for the plans when it traces.
+        if 0 < met < len(self.regions) and torch.is_grad_enabled() and not is_tracing():
+            raise RematError(
+                f"{met} of the {len(self.regions)} planned regions were called. Which, a plan cannot tell: "
+                "others than those planned for may have kept their values. Plan the model anew for this "
+                "call, or call the function itself, whose regions have budgets of their own."
+            )
+        return out
 
     def __str__(self) -> str:
         flops = sum(plan.recomputed_flops for plan in self.regions)
