@@ -42,7 +42,7 @@ class _Engine:
         return getattr(self._engine, name)
 
     def is_checkpoint_valid(self) -> bool:
-        """Torch's reentrant checkpoint accumulates, and refuses a backward that is told its inputs: a look's."""
+        """Torch's reentrant checkpoint refuses a backward that is told its inputs, as a look's is."""
         return bool(_watchers.backwards) or self._engine.is_checkpoint_valid()
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
