@@ -246,6 +246,12 @@ def memory_of(tensor: torch.Tensor, values: bool = False) -> torch.UntypedStorag
         return None
 
 
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor is freed."""
+    memory = memory_of(tensor) if tensor.numel() else None
+    return memory is not None and not memory.nbytes()
+
+
 def span(shape: Any, stride: Any) -> int:
     """How many elements of memory lie between the first and the last one of a tensor, both counted."""
     return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))

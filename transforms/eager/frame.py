@@ -91,7 +91,8 @@ class Frame(Packer):
         held: the tensors from outside that the backward needs, by their positions on the tape.
         program: what runs again; None where the function does (`rerun`).
         raw: memories from outside that the function writes to past torch, as they were before.
-        replaced: tensors from outside that it gives other memory, with what they had before.
+        replaced: tensors from outside that it gives other memory.
+        freed: memories from outside that it frees and fills, by their roots.
         values: saved values that were made again and that the backward has not read yet.
         versions: of those that were written to while they were made.
         taken: the ops whose kept results those may lie in.
@@ -113,7 +114,7 @@ class Frame(Packer):
         self.handles: list[weakref.ref[Handle] | None] = []  # None where nobody asked for one
         self.values, self.versions = {}, {}
         self.taken: tuple[int, ...] = ()
-        self.snapshots, self.raw, self.replaced = {}, [], ()
+        self.snapshots, self.raw, self.replaced, self.freed = {}, [], (), {}
         self.program: Program | None = None
         self.rerun: Rerun | None = None
         self.reach: Reachability | None = None
@@ -243,15 +244,22 @@ class Frame(Packer):
         """Hold these tensors from outside, and what the recomputation starts from besides."""
         inputs, tape = self.inputs, self.tape
         snapshots, raw = recorder.snapshots, [storage(tensor) for tensor, _ in self.raw]
-        apart = bool(snapshots or raw or recorder.moved)
+        apart = bool(snapshots or raw or recorder.moved or self.freed)
+        other = {id(known.tensor): known for known in self.replaced}
         for at in sorted(held):
             tensor, written = recorder.outside[at], False
+            if other and (known := other.get(id(tensor))) is not None:
+                if known.at != at and at >= tape.arguments:
+                    continue  # which the function gives it again
+                tensor = known.before
             if apart:
                 root = tape.outside[at].root
                 if written := root in snapshots:
                     self.snapshots[root] = snapshots[root]
                 else:
-                    written = root in recorder.moved or (bool(raw) and storage(tensor) in raw)
+                    # (What it fills itself it fills again.)
+                    written = root in recorder.moved or (root in self.freed and root in tape.last_write)
+                    written = written or (bool(raw) and storage(tensor) in raw)
             around = recorder.around(tensor) if recorder.local else tensor
             self.held[at] = SavedInput(tensor, inputs.hooks, written, around)
         if self.held:

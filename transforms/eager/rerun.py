@@ -17,11 +17,20 @@ from remat.transforms.compat import set_grad_enabled, unseen
 from remat.transforms.context import quiet, run_innermost, scoped
 from remat.transforms.eager.saved import hook, unhook, users
 from remat.transforms.errors import RematError, not_repeated
-from remat.transforms.ops import Operands, storage
+from remat.transforms.ops import Operands, memory_of, storage
 from remat.transforms.pytree import flatten
 from remat.transforms.region import Again, recomputing
 from remat.transforms.state import Print, alike, drawing_again, prints_of, same_numbers
-from remat.transforms.tape import Needs, Replay, Stop, but_written, data_again, lent, versions_again
+from remat.transforms.tape import (
+    Needs,
+    Replay,
+    Stop,
+    but_written,
+    data_again,
+    freed_again,
+    lent,
+    versions_again,
+)
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -85,9 +94,11 @@ class Rerun:
                 stack.enter_context(scoped(again=Again(inputs.lessons)))
                 unheld = frame.region.name if frame.tape.loose else None
                 stack.enter_context(drawing_again(inputs.random, frame.random.values(), unheld))
-                stack.enter_context(data_again(frame.replaced))
+                stack.enter_context(data_again([known[:2] for known in frame.replaced]))
+                stack.enter_context(freed_again(self._freed()))
                 stack.enter_context(lent(frame.raw))
-                stack.enter_context((lent if frame.tape.loose else versions_again)(self._written()))
+                real = frame.tape.loose or self._fetches
+                stack.enter_context((lent if real else versions_again)(self._written()))
                 for context in inputs.contexts():
                     stack.enter_context(context)
                 if frame.store is not None:
@@ -111,14 +122,29 @@ class Rerun:
         """The memories from outside that ops of the function write to, as they were before."""
         frame = self.frame
         roots = {frame.tape.outside[at].root: held.packed for at, held in frame.held.items()}
-        return [(roots[root], before) for root, before in frame.snapshots.items()]
+        return [(roots[root], before) for root, before in frame.snapshots.items() if root in roots]
+
+    @property
+    def _fetches(self) -> bool:
+        """Whether the function gives tensors from outside other memory, or frees and fills theirs. It does so
+        again, and writes to that memory itself: autograd saves what lies there, and not a copy."""
+        return bool(self.frame.replaced or self.frame.freed)
+
+    def _freed(self) -> list[tuple[torch.UntypedStorage, Any]]:
+        """The memories from outside that it frees and fills, with what is known of how it has found them."""
+        frame, found = self.frame, {}
+        for at, held in frame.held.items() if frame.freed else ():
+            root = frame.tape.outside[at].root
+            if root in frame.freed and root not in found and (memory := memory_of(held.packed)) is not None:
+                found[root] = memory, frame.freed[root]
+        return list(found.values())
 
     def _replay(self, given: list[torch.Tensor], captured: dict[int, torch.Tensor]) -> Replay:
         frame, region = self.frame, self.frame.region
         check, tape, casts = region.determinism_check != "none", frame.tape, frame.inputs.ambient.casts
-        written = set(frame.snapshots)
+        written = set() if self._fetches else set(frame.snapshots)
         # A function that gives a tensor other memory does so again.
-        compared = check and not frame.replaced
+        compared = check and not self._fetches
         same = functools.partial(quiet, functools.partial(same_numbers, casts=casts))
         needs, kept = self.needs, frame.kept
         if kept and (sound := but_written(kept, tape)) is not None:
@@ -138,6 +164,7 @@ class Rerun:
             digest=region.digest,
             casts=casts,
             absent=self.absent,
+            freed=[memory._cdata for memory, _ in self._freed()],
             operands=Operands(tape, given, captured, written, same) if compared else None,
         )
         replay.local = {}

@@ -352,7 +352,7 @@ def _rest(frame: Any) -> None:
     seen = frame.kept if frame.store is None and users(frame.inputs.hooks) is None else ()
     apart = {tape.nodes[at].root for at in frame.taken if at not in seen}
     apart |= {outside[at].root for at, held in frame.held.items() if held.unpack is not None}
-    opaque = frame.rerun is not None and (tape.loose or frame.raw)
+    opaque = frame.rerun is not None and (tape.loose or frame.raw or frame.replaced or frame.freed)
 
     def stays(at: int, value: Any) -> bool:
         root = tape.root_of(tape.packed[at][0])

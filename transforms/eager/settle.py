@@ -25,6 +25,7 @@ from remat.transforms.tape import (
     Program,
     Reachability,
     Recorder,
+    Replaced,
     held_values,
     may_be_absent,
     report,
@@ -42,8 +43,9 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         reach = Reachability(outs, frame.start)
         frame.reach = reach if reach.differ else None
     recorder.share_around()
-    frame.raw, frame.replaced = recorder.raw_writes(), recorder.replaced
-    frame.direct = tape.direct()
+    frame.freed = recorder.freed()
+    frame.raw, frame.replaced = recorder.raw_writes(), but_unmet(recorder)
+    frame.direct = steady(tape.direct(), recorder)
     wanted = computed(frame)
     needs = Needs(tape, sources(frame, wanted), recorder.kept)
     held = set(frame.direct.values())
@@ -51,7 +53,9 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         # The function is to run again: hold all arguments, and what stands in for its ops.
         frame.kept = dict(recorder.kept)
         # What it writes to is found again as it was, whether or not an op that is needed reads that.
-        written = [at for at, known in enumerate(tape.outside) if known.root in recorder.snapshots]
+        written = [
+            at for at, o in enumerate(tape.outside) if o.root in recorder.snapshots or o.root in frame.freed
+        ]
         frame.take(recorder, held.union(needs.outside, range(tape.arguments), written))
         frame.residuals = None
         frame.inputs.note_surroundings()
@@ -95,7 +99,20 @@ def drop(frame: Any) -> None:
     graph, and nothing would free it."""
     frame.recorder = frame.residuals = frame.program = frame.rerun = frame.store = None
     frame.kept, frame.held, frame.dropped, frame.random, frame.snapshots = {}, {}, {}, {}, {}
-    frame.direct, frame.raw, frame.replaced = {}, [], ()
+    frame.direct, frame.raw, frame.replaced, frame.freed = {}, [], (), {}
+
+
+def but_unmet(recorder: Recorder) -> tuple[Replaced, ...]:
+    """The tensors that the function gives other memory; what nothing has read there before is let go of."""
+    return tuple([known if known.met else known._replace(before=None) for known in recorder.replaced])
+
+
+def steady(direct: dict[int, int], recorder: Recorder) -> dict[int, int]:
+    """Those of the saved values from outside that have the memory that they had when they were saved."""
+    if not recorder.replaced:
+        return direct
+    other = {id(known.tensor) for known in recorder.replaced}
+    return {i: at for i, at in direct.items() if id(recorder.outside[at]) not in other}
 
 
 def computed(frame: Any) -> list[int]:
@@ -200,9 +217,10 @@ def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:
     """Saved value `at`: as it still is, or made again from the part of the tape that there is."""
     recorder.leave()
     frame.tape = tape = recorder.tape
-    frame.direct = tape.direct()
+    frame.direct = steady(tape.direct(), recorder)
     number, position = tape.packed[at]
     overwritten = tape.last_write.get(tape.root_of(number), -1) >= position
+    overwritten = overwritten or (number < 0 and at not in frame.direct)
     living = None if overwritten else recorder.living(number)
     # From now on what is saved is held while the function runs: it costs less than to make it again.
     frame.region.cache.differentiates = True

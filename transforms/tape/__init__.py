@@ -34,6 +34,7 @@ from remat.transforms.tape.snapshots import (
     WriteNotes,  # around a forward that nobody records: strays, and what writes to memory from outside
     but_written,  # the kept values but for those that the caller has written to
     data_again,  # let tensors have the memory that they had before a region gave them other
+    freed_again,  # let memory that a region frees and fills be as it has found it
     held_values,  # what is kept of ops, to be held until the backward
     lent,  # let memory from outside hold what it held before a region wrote to it
     sent_away,  # what of the kept values is on its way to the host
@@ -55,5 +56,6 @@ from remat.transforms.tape.tape import (
     refs_in,  # the numbers in a template
 )
 from remat.transforms.tape.verdicts import (
+    Replaced,  # a tensor from outside that user code has given other memory
     Verdicts,  # the part of a recorder that keeps values
 )

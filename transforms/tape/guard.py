@@ -81,7 +81,7 @@ class GuardMode(Recorder):
         "_entered", "_kept_in", "_memory", "_table", "alive", "at", "casts", "checks", "decisions", "digest",
         "expected", "expected_kept", "held", "keeps_decisions", "kept", "kept_bytes", "leaving",
         "make_selector", "moved", "named", "outer", "outside", "packs", "random", "selector", "shown",
-        "snapshots", "tape", "there",
+        "sizes", "snapshots", "tape", "there",
     )  # fmt: skip
 
     def __init__(
@@ -105,7 +105,7 @@ class GuardMode(Recorder):
         self.at = self.packs = self.named = 0
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
         self.shown, self.outer, self.alive, self._memory, self._kept_in = {}, {}, {}, {}, {}
-        self.selector, self.digest, self.kept_bytes, self.moved = None, None, 0, set()
+        self.selector, self.digest, self.kept_bytes, self.moved, self.sizes = None, None, 0, set(), {}
         self.checks = expected.checks or _prepared(expected)
         # What is there, by number: below zero counts from the end. It enters the table once somebody asks.
         self.there: list[Callable[[], Any]] = [_gone] * (len(expected.makers) + len(expected.outside))

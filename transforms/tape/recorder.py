@@ -102,7 +102,7 @@ class Recorder(WriteWatch):
         self.kept: dict[int, Any] = {}
         self.random: dict[int, GeneratorState] = {}
         self.snapshots, self.shown = dict[int, Snapshot](), dict[int, Snapshot]()
-        self.outer, self.moved = dict[int, int](), set[int]()
+        self.outer, self.moved, self.sizes = dict[int, int](), set[int](), dict[int, int]()
         self.kept_bytes = 0  # of what is kept on its device
         self.alive, self.lies = dict[int, torch.Tensor](), dict[int, str]()
         self._numbers = ValueNumbering()

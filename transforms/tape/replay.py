@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,13 @@ from remat.transforms.ops import (
     Traits,
     alike,
     is_cast_of_leaf,
+    is_hollow,
     is_shape_arithmetic,
     metadata,
     metas,
     storage,
     targets,
+    tensors_in,
     traits,
     version_of,
 )
@@ -68,6 +70,7 @@ class Replay(Mode):
         casts: as for `Recorder`.
         absent: ops that may be left out.
         operands: what is known of the values of this run, None to compare no operands.
+        freed: memories from outside that the function frees and fills. It fills those that are empty by then.
     """
 
     def __init__(
@@ -83,8 +86,10 @@ class Replay(Mode):
         casts: bool = False,
         absent: Callable[[], Absent],
         operands: Operands | None = None,
+        freed: Collection[int] = (),
     ) -> None:
         super().__init__()
+        self.freed = freed
         self.operands = operands
         self.absent, self._left = absent, set[int]()
         self._absent: Absent | None = None
@@ -110,6 +115,8 @@ class Replay(Mode):
         if not self.tape.meta and is_shape_arithmetic(args, kwargs):
             return func(*args, **kwargs)
         if self.tape.sharded and not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if self.freed and self._fills((func, args, kwargs), facts):
             return func(*args, **kwargs)
         at = self._next((func, args, kwargs))
         if at >= len(self.tape.nodes):
@@ -152,6 +159,18 @@ class Replay(Mode):
             self.skipped = True
             return next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(stand_in, node.outs)
         return self._run(at, node, facts, func, args, kwargs)
+
+    def _fills(self, call: Any, facts: Traits) -> bool:
+        """Whether an op fills memory that was full in the forward. One that reads such before is refused."""
+        func, args, kwargs = call
+        if facts.writes and any(storage(t) in self.freed for t in targets(facts, args, kwargs)):
+            at = self._next(call)
+            return at >= len(self.tape.nodes) or self.tape.nodes[at].op is not func
+        if not facts.view and any(
+            is_hollow(t) for t in tensors_in((args, kwargs)) if storage(t) in self.freed
+        ):
+            raise self._differs(self.at, f"{func} reads memory that is freed. Let the function fill it, too")
+        return False
 
     def _next(self, call: Any = None) -> int:
         """The number of the op that is to come, past those that need not occur; `call`: what runs."""
@@ -243,7 +262,8 @@ class Recorded:
         random: RandomState | None,
     ) -> None:
         self.region, self.tape, self.random = region, recorder.tape, random
-        self.draws, self.packed, self.replaced = recorder.random, packed or [], recorder.replaced
+        self.draws, self.packed = recorder.random, packed or []
+        self.replaced = [(r.tensor, r.before if r.met else None) for r in recorder.replaced]
         self.reach: Reachability | None = None
         self.raw = recorder.raw_writes(but=recorder.snapshots) if recorder.shown else []
         tape = self.tape

@@ -243,13 +243,36 @@ def versions_again(pairs: Iterable[tuple[torch.Tensor, Snapshot]]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def data_again(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """Within, tensors have the memory that they had before a region gave them other, and afterwards that."""
+def data_again(pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> Iterator[None]:
+    """Within, tensors have the memory that they had before a region gave them other, and afterwards what they
+    have now. None: the function gives them some before it reads any."""
     with contextlib.ExitStack() as stack:
         for tensor, before in pairs:
             stack.callback(set_data, tensor, data_of(tensor))
-            set_data(tensor, before)
+            if before is not None:
+                set_data(tensor, before)
         yield
+
+
+@contextlib.contextmanager
+def freed_again(pairs: Iterable[tuple[torch.UntypedStorage, Any]]) -> Iterator[None]:
+    """Within, memories from outside that a region frees and fills are as it has found them, for a run that
+    does so again; afterwards they are as now."""
+    with contextlib.ExitStack() as stack:
+        for memory, known in pairs:
+            stack.callback(_refill, memory, memory.nbytes(), memory.clone() if memory.nbytes() else None)
+            if known.before is not None:
+                _refill(memory, known.before.place.nbytes(), known.before.place)
+            elif known.size == 0:
+                memory.resize_(0)
+        yield
+
+
+def _refill(memory: torch.UntypedStorage, size: int, content: torch.UntypedStorage | None) -> None:
+    if memory.nbytes() != size:
+        memory.resize_(size)
+    if content is not None:
+        memory.copy_(content)
 
 
 @contextlib.contextmanager

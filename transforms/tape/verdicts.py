@@ -3,17 +3,18 @@ overwrite, held as it was."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat import below_levels, data_of, set_data, unwrapped
+from remat.transforms.compat import below_levels, data_of, memory_is_real, set_data, unwrapped
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError, user_line
 from remat.transforms.offload import Elsewhere, away_in, send
-from remat.transforms.ops import Traits, metas, targets, tensors_in
+from remat.transforms.ops import Traits, is_hollow, memory_of, metas, targets, tensors_in
 from remat.transforms.placeholders import Meta
 from remat.transforms.sharded import local_tensors, placements_of
 from remat.transforms.state import GeneratorState
@@ -190,8 +191,10 @@ class WriteWatch(Verdicts):
     moved: set[int]
     graded: Collection[int] = ()  # the arguments that levels of torch.func differentiate
     graded_written: Sequence[int] = ()  # those that the function was about to write to
-    # Tensors from outside that user code has given other memory (`.data = `), with what they had before.
-    replaced: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    # Tensors from outside that user code has given other memory (`.data = `).
+    replaced: tuple[Replaced, ...] = ()
+    # Sizes of memories from outside that user code has looked at, when it did so first.
+    sizes: dict[int, int]
 
     def root(self, tensor: torch.Tensor) -> int:
         """The memory that a tensor lies in."""
@@ -199,6 +202,10 @@ class WriteWatch(Verdicts):
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of a tensor that the forward meets."""
+        raise NotImplementedError
+
+    def _known(self, memory: Any) -> Any:
+        """What is known of a memory, None for nothing."""
         raise NotImplementedError
 
     def _before_write(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> None:
@@ -234,6 +241,33 @@ class WriteWatch(Verdicts):
         """Hold memory from outside as it is before the region writes to it, for the recomputation."""
         self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root])
 
+    def freed(self) -> dict[int, Freed]:
+        """Memories from outside that user code frees or fills while the function runs, as offloaders do with
+        those of weights. They are no longer held against snapshots: the function fills them again."""
+        found: dict[int, Freed] = {}
+        for at, tensor in enumerate(self.outside):
+            root = self.tape.outside[at].root
+            memory = None if root in found or root in self.moved else memory_of(tensor)
+            if memory is None or (-1 - root != at and root not in self.sizes):
+                continue
+            size, first = memory.nbytes(), self.sizes.get(root)
+            if size == first or (first is None and not (is_hollow(tensor) and memory_is_real())):
+                continue
+            before = self.shown.pop(root, None)
+            if first is None and self._is_filled_first(root):
+                first = 0
+            found[root] = Freed(first, before if first else None)
+            self.snapshots.pop(root, None)
+        if found:
+            self.tape.open = self.tape.open or "memory from outside is freed or filled in it"
+        return found
+
+    def _is_filled_first(self, root: int) -> bool:
+        """Whether the first op that meets a memory from outside writes to it."""
+        outside, nodes = self.tape.outside, self.tape.nodes
+        met = (node for node in nodes if any(outside[i].root == root for i in node.external))
+        return any(root in node.written for node in itertools.islice(met, 1))
+
     def raw_writes(self, but: Container[int] = ()) -> list[tuple[torch.Tensor, Snapshot]]:
         """Memories from outside that user code wrote to past torch's dispatcher, as they were before."""
         found = []
@@ -253,8 +287,9 @@ class WriteWatch(Verdicts):
         """Let memory from outside and generators be as before: the run was broken off, and begins again."""
         for state in reversed(self.random.values()):
             state.restore()
-        for tensor, before in self.replaced:
-            set_data(tensor, before)
+        for tensor, before, *_ in self.replaced:
+            if before is not None:
+                set_data(tensor, before)
         for root, before in {**self.snapshots, **self.shown}.items():
             tensor = self.outside[-1 - root]
             if root in self.snapshots or quiet(before.differs, tensor):
@@ -274,10 +309,14 @@ class WriteWatch(Verdicts):
         bottom = unwrapped(tensor)
         if moved:
             self.moved.add(self.root(bottom))
-        elif (root := self.root(bottom)) >= 0:
+            return
+        if (root := self.root(bottom)) >= 0:
             self.tape.exposed.add(root)
             self.tape.cacheable = False
-        elif bottom.is_cpu and root not in self.shown:
+            return
+        if (memory := memory_of(bottom)) is not None:
+            self.sizes.setdefault(root, memory.nbytes())
+        if bottom.is_cpu and root not in self.shown:
             # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
             self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
 
@@ -286,8 +325,12 @@ class WriteWatch(Verdicts):
         number = self._numbers.of(tensor)
         if number is not None and number >= 0:
             self.tape.exposed.add(self.tape.root_of(number))
-        elif all(tensor is not known for known, _ in self.replaced):
-            self.replaced = (*self.replaced, (tensor, data_of(tensor)))
+        elif all(tensor is not known.tensor for known in self.replaced):
+            at = None if number is None else -1 - number
+            met = at is not None or self._known(memory_of(tensor)) is not None
+            self.replaced = (*self.replaced, Replaced(tensor, data_of(tensor), at, met))
+        # From now on it is another value.
+        self.forget(tensor)
 
     def look(self, tensor: torch.Tensor) -> None:
         """User code makes numbers of `tensor`, as it is now."""
@@ -300,6 +343,22 @@ class WriteWatch(Verdicts):
             "is differentiated, or whose shape it changes. A recomputation would write again. Write out of "
             "place, or into a `.clone()` made in the region."
         )
+
+
+class Replaced(NamedTuple):
+    """A tensor from outside that user code has given other memory."""
+
+    tensor: torch.Tensor
+    before: torch.Tensor | None  # what it had before
+    at: int | None  # its position among those from outside until then, None where no op had read it
+    met: bool  # whether anything had read that memory
+
+
+class Freed(NamedTuple):
+    """A memory from outside that user code frees or fills."""
+
+    size: int | None  # its size when the region began, None where nobody knows
+    before: Snapshot | None  # what it held then
 
 
 def _copied(value: Any) -> Any:

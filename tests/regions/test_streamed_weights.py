@@ -1,0 +1,296 @@
+"""Weights that live elsewhere (ZeRO-3, offloaders, block swap).
+
+Hooks or the function itself fetch them before a layer and drop them after, by `.data` or by resizing
+storages. Hooks of the backward fetch them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat import remat as region_of
+from remat import save_everything, save_matmuls, save_nothing
+from tests.helpers import rand
+
+POLICIES: dict[str, Any] = {
+    "nothing": lambda: save_nothing,
+    "matmuls": lambda: save_matmuls,
+    "everything": lambda: save_everything,
+    "budget": lambda: remat.checkpoint_policy(budget="free"),
+}
+
+
+def by_data(home, tensors):
+    """Other memory each time; what is dropped is memory that others use now."""
+
+    def fetch():
+        for t in tensors:
+            t.data = home[t].clone()
+
+    def drop():
+        for t in tensors:
+            t.data = torch.full_like(home[t], 3.0)
+
+    return fetch, drop
+
+
+def by_empty_data(home, tensors):
+    def drop():
+        for t in tensors:
+            t.data = torch.empty(0)
+
+    return by_data(home, tensors)[0], drop
+
+
+def by_resizing(home, tensors):
+    def fetch():
+        for t in tensors:
+            storage = t.untyped_storage()
+            if storage.nbytes() == 0:
+                storage.resize_(home[t].untyped_storage().nbytes())
+                t.data.copy_(home[t])
+
+    def drop():
+        for t in tensors:
+            t.untyped_storage().resize_(0)
+
+    return fetch, drop
+
+
+def by_a_storage_of_old(home, tensors):
+    """As the one before, by storages that the user has at hand: no torch function tells of them."""
+    storages = {t: t.untyped_storage() for t in tensors}
+    looks = {t: t.data for t in tensors}
+
+    def fetch():
+        for t in tensors:
+            if storages[t].nbytes() == 0:
+                storages[t].resize_(home[t].untyped_storage().nbytes())
+                looks[t].copy_(home[t])
+
+    def drop():
+        for t in tensors:
+            storages[t].resize_(0)
+
+    return fetch, drop
+
+
+class Pool:
+    """One buffer for the layer that runs."""
+
+    def __init__(self):
+        self.memory = torch.zeros(64)
+
+    def __call__(self, home, tensors):
+        def fetch():
+            first = 0
+            for t in tensors:
+                there = self.memory[first : first + home[t].numel()].view(home[t].shape)
+                there.copy_(home[t])
+                t.data, first = there, first + home[t].numel()
+
+        def drop():
+            for t in tensors:
+                t.data = torch.empty(0)
+
+        return fetch, drop
+
+
+WAYS: dict[str, Any] = {
+    "data": lambda: by_data,
+    "empty data": lambda: by_empty_data,
+    "resized": lambda: by_resizing,
+    "resized unseen": lambda: by_a_storage_of_old,
+    "pool": Pool,
+}
+
+
+CASES = [(w, p) for w in WAYS for p in POLICIES]
+
+
+def layers():
+    torch.manual_seed(0)
+    last = nn.Linear(3, 3, bias=False)
+    return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3), nn.Tanh(), last)
+
+
+def streamed(model, way, buffers=False):
+    """Hooks around every layer; an output's hook fetches for the backward."""
+    home = {t: t.detach().clone() for t in (*model.parameters(), *model.buffers())}
+    for layer in model:
+        tensors = list(layer.parameters()) + (list(layer.buffers()) if buffers else [])
+        fetch, drop = way(home, tensors)
+
+        def after(layer, args, out, fetch=fetch, drop=drop):
+            if out.requires_grad:
+                out.register_hook(lambda g: fetch())
+            drop()
+
+        layer.register_forward_pre_hook(lambda layer, args, fetch=fetch: fetch())
+        layer.register_forward_hook(after)
+        drop()
+    return model
+
+
+X = torch.tensor([[-1.0, 0.2, 0.5], [0.3, 0.7, 2.0]])
+
+
+def step(model, fn, times=2):
+    """The gradients of weights and input in each of so many steps."""
+    found = []
+    for _ in range(times):
+        x = X.clone().requires_grad_()
+        fn(x).pow(3).sum().backward()
+        found.append([x.grad, *[p.grad.clone() for p in model.parameters()]])
+        for p in model.parameters():
+            p.grad = None
+    return found
+
+
+@pytest.mark.parametrize(("way", "policy"), CASES)
+def test_hooks_of_layers(way, policy):
+    model = streamed(layers(), WAYS[way]())
+    want = step(model, model)
+    model = streamed(layers(), WAYS[way]())
+    got = step(model, region_of(model, policy=POLICIES[policy]()), times=3)
+    torch.testing.assert_close(got, [*want, want[0]], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["data", "empty data", "resized", "pool"])
+def test_a_region_for_each_block_and_one_around(way):
+    def run(wrap):
+        blocks = [streamed(layers(), WAYS[way]()) for _ in range(2)]
+        whole = nn.ModuleList(blocks)
+        fns = [wrap(block) for block in blocks]
+        return step(whole, wrap(lambda x: fns[1](fns[0](x))))
+
+    torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("way", "policy"), CASES)
+def test_in_the_body_of_the_function(way, policy):
+    """Without hooks: the function fetches and drops. The backward's fetch is a hook on its results."""
+
+    def make():
+        torch.manual_seed(0)
+        w, v = (nn.Parameter(torch.randn(3, 3)) for _ in range(2))
+        home = {t: t.detach().clone() for t in (w, v)}
+        pairs = [WAYS[way]()(home, [t]) for t in (w, v)]
+        for _, drop in pairs:
+            drop()
+        model = nn.ParameterList([w, v])
+
+        def fn(x):
+            for t, (fetch, drop) in zip((w, v), pairs, strict=True):
+                fetch()
+                x = (x @ t).sin()
+                x.register_hook(lambda g, fetch=fetch: fetch())
+                drop()
+            return x
+
+        return model, fn
+
+    model, fn = make()
+    want = step(model, fn)
+    model, fn = make()
+    got = step(model, region_of(fn, policy=POLICIES[policy]()), times=3)
+    torch.testing.assert_close(got, [*want, want[0]], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["data", "empty data", "resized", "pool"])
+def test_hooks_of_the_backward_of_modules(way):
+    """`register_full_backward_pre_hook` fetches; buffers are streamed, too."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3))
+            self.register_buffer("scale", torch.tensor([0.5, 2.0, -1.0]))
+
+        def forward(self, x):
+            return ((x @ self.weight) * self.scale).sin()
+
+    def run(wrap):
+        torch.manual_seed(0)
+        model = nn.Sequential(Scaled(), Scaled())
+        home = {t: t.detach().clone() for t in (*model.parameters(), *model.buffers())}
+        for layer in model:
+            fetch, drop = WAYS[way]()(home, [*layer.parameters(), *layer.buffers()])
+            layer.register_forward_pre_hook(lambda layer, args, fetch=fetch: fetch())  # pyright: ignore[reportCallIssue]
+            layer.register_forward_hook(lambda layer, args, out, drop=drop: drop())
+            layer.register_full_backward_pre_hook(lambda layer, g, fetch=fetch: fetch())
+            drop()
+        return step(model, wrap(model))
+
+    torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["data", "empty data", "resized"])
+def test_weights_that_are_there_before_the_region_and_dropped_in_it(way):
+    """A prefetch outside; only the drop is inside, and the backward's hooks fetch."""
+
+    def run(wrap):
+        model = layers()
+        home = {t: t.detach().clone() for t in model.parameters()}
+        fetches = []
+        for layer in model:
+            fetch, drop = WAYS[way]()(home, list(layer.parameters()))
+            fetches.append(fetch)
+
+            def after(layer, args, out, fetch=fetch, drop=drop):
+                out.register_hook(lambda g: fetch())
+                drop()
+
+            layer.register_forward_hook(after)
+        fn = wrap(model)
+
+        def prefetched(x):
+            for fetch in fetches:
+                fetch()
+            return fn(x)
+
+        return step(model, prefetched)
+
+    torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)
+
+
+def test_one_weight_that_is_swapped_twice_in_a_region():
+    """The same parameter holds the weights of two blocks, one after the other."""
+    homes = [rand(3, 3, seed=i).float() for i in range(2)]
+
+    def run(wrap):
+        w = nn.Parameter(torch.zeros(3, 3))
+
+        def fn(x):
+            for home in homes:
+                w.data = home.clone()
+                x = (x @ w).sin()
+                x.register_hook(lambda g, home=home: setattr(w, "data", home.clone()) and None)
+            w.data = torch.zeros(3, 3)
+            return x
+
+        found = []
+        fn = wrap(fn)
+        for _ in range(2):
+            x = X.clone().requires_grad_()
+            fn(x).sum().backward()
+            found.append(x.grad)
+        return found
+
+    torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["data", "empty data", "resized", "pool"])
+def test_two_backwards_of_one_forward(way):
+    def run(wrap):
+        model = streamed(layers(), WAYS[way]())
+        x = X.clone().requires_grad_()
+        out, given = wrap(model)(x).pow(3).sum(), [x, *model.parameters()]
+        return [g for _ in range(2) for g in torch.autograd.grad(out, given, retain_graph=True)]
+
+    torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)
