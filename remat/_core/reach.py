@@ -134,6 +134,8 @@ class Reach:
             self._attributes(value, isolate=True)
         elif issubclass(kind, torch.nn.Module):
             self._module(value)
+        elif issubclass(kind, torch.optim.Optimizer):
+            self._optimizer(value)
         elif (stream := _stream(value)) is not None:
             self._streams.append(stream)
         elif not issubclass(kind, types.ModuleType):
@@ -163,6 +165,15 @@ class Reach:
                 self._seen[id(table)] = table
                 self._note(container(table), isolate=True)
         self._stack.append(type(module))
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """What it knows of each parameter, and its groups, which a schedule writes to."""
+        held = object.__getattribute__(optimizer, "__dict__")
+        state, groups = held.get("state", {}), held.get("param_groups", [])
+        for table in (held, state, groups, *dict.values(state), *groups):
+            if isinstance(table, (dict, list)) and id(table) not in self._seen:
+                self._seen[id(table)] = table
+                self._note(container(table), isolate=True)
 
     def _attributes(self, value: Any, isolate: bool = False) -> None:
         """The attributes of an object: in its dictionary, and in its slots."""

@@ -39,7 +39,7 @@ def looked_at(*roots: Any, ops: bool = True) -> Iterator[None]:
         plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         found = [t for t in reach.tensors if type(t) in plain and not is_wrapped(t)]
         with functions_as_they_are():
-            states = [_State(tensor, copied=not ops) for tensor in found]
+            states = [_State(tensor, copied=not ops or _is_small(tensor)) for tensor in found]
         try:
             # Storages have their sizes again before anything is written there.
             with contextlib.ExitStack() as stack:
@@ -52,6 +52,14 @@ def looked_at(*roots: Any, ops: bool = True) -> Iterator[None]:
             with functions_as_they_are():
                 for state in states:
                     state.restore()
+
+
+# Buffers on a CPU of at most so many bytes are copied: NumPy and extensions write there, which is no op.
+_SMALL = 1 << 26
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return not tensor.requires_grad and tensor.device.type == "cpu" and _size(tensor) <= _SMALL
 
 
 class _State:

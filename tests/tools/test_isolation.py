@@ -1,8 +1,11 @@
 """What a look isolates: gradients, hooks of autograd, storages; and what it leaves to the user's Python."""
 
+import contextlib
+import copy
 import functools
 import gc
 import sys
+import threading
 import types
 from typing import Any
 
@@ -16,6 +19,7 @@ import remat
 from remat import checkpoint_policy, compare, explain, pareto, plan_model, save_matmuls, saved_residuals
 from remat._inspect.report import diagnose
 from remat.plan import plan_chain
+from tests.stateful import same
 
 BUDGET = checkpoint_policy(budget=0.5)
 
@@ -216,6 +220,62 @@ def test_checkpoints_of_torch_that_accumulate_are_looked_at(fn, look):
     assert all(p.grad is None for p in (*model.parameters(), x))
 
 
+OPTIMIZERS = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.1),
+    "fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "foreach": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+}
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("look", ["saved_residuals", "explain", "doctor", "budget"])
+def test_a_step_with_its_optimizer_inside_trains_nothing(look, kind, stepped):
+    model = nn.Linear(16, 16)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+
+    def step(x):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.zero_grad(set_to_none=False)
+        return model(x).sum()
+
+    if stepped:
+        step(X)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    known = copy.deepcopy(optimizer.state_dict())
+    if look == "budget":
+        with contextlib.suppress(remat.RematError):  # (AdamW reads its count.)
+            checkpoint_policy(budget=1.0).plan(step, X)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        {**LOOKS, "doctor": diagnose}[look](step, X)
+    assert same(dict(model.state_dict()), before) and same(optimizer.state_dict(), known)
+    assert all(
+        (p.grad is not None and not p.grad.any()) if stepped else p.grad is None for p in model.parameters()
+    )
+
+
+def test_a_thread_that_trains_while_another_looks_keeps_its_hooks():
+    model, other, met, stop = nn.Linear(8, 8), nn.Linear(8, 8), [], threading.Event()
+    model.weight.register_post_accumulate_grad_hook(lambda p: met.append(p.grad is not None))
+
+    def look():
+        while not stop.is_set():
+            explain(lambda x: other(x).sin(), torch.ones(2, 8))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(100):
+            model.zero_grad()
+            model(torch.ones(2, 8)).sum().backward()
+    finally:
+        stop.set()
+        thread.join()
+    assert met == [True] * 100
+
+
 @pytest.fixture
 def process_group():
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
@@ -309,6 +369,37 @@ def test_storages_have_the_size_and_the_contents_that_they_had(look, layer, ther
     assert torch.equal(
         fn(torch.ones(2, 3)),
         torch.sin(torch.ones(2, 3) @ home[m.weight].T + home[m.bias]) * (2 if layer is dropped else 1),
+    )
+
+
+WRITES = {
+    "copy of a storage": lambda m: m.weight.untyped_storage().copy_(torch.zeros(3, 3).untyped_storage()),
+    "fill of a storage": lambda m: m.mask.untyped_storage().fill_(1),
+    "numpy": lambda m: m.mask.numpy().fill(5),
+    "foreach": lambda m: torch._foreach_mul_([m.weight.data, m.mask], 3.0),
+    "another parameter": lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(3, 3))),
+    "data": lambda m: setattr(m.weight, "data", torch.zeros(3, 3)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("look", ["saved_residuals", "explain", "compare", "budget"])
+def test_parameters_and_buffers_are_what_they_were(look, write):
+    m = nn.Linear(3, 3)
+    m.register_buffer("mask", torch.ones(3))
+    before, held = {k: v.clone() for k, v in m.state_dict().items()}, [*m.parameters()]
+
+    def fn(x):
+        WRITES[write](m)
+        return (m(x) * m.mask).sin()
+
+    if look == "budget":
+        with contextlib.suppress(remat.RematError):  # (NumPy needs data.)
+            checkpoint_policy(budget=1.0).plan(fn, torch.ones(2, 3))  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        LOOKS[look](fn, torch.ones(2, 3))
+    assert same(dict(m.state_dict()), before) and all(
+        a is b for a, b in zip(m.parameters(), held, strict=True)
     )
 
 
