@@ -55,6 +55,7 @@ from remat.transforms.compat.autograd import (
     allow_hooks,  # accept saved-tensor hooks
     at_backward_end,  # run `callback` when the running backward pass ends
     at_function_apply,  # say what `autograd.Function.apply` goes on with below functorch levels
+    at_transforms,  # have some saved-tensor hooks off within transforms of torch.func
     autograd_again,  # undo `below_autograd` for hooks of the user's
     batched_grads_around,  # how many calls with `is_grads_batched` are around
     below_autograd,  # within, ops make no nodes, whatever grad mode says

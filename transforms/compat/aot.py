@@ -24,6 +24,7 @@ from remat.transforms.compat.autograd import (
     dual_level_open,
     in_transform,
     levels,
+    note_dual_level,
 )
 
 
@@ -72,12 +73,19 @@ def dual_level_known() -> Iterator[None]:
     from torch._functorch import eager_transforms
 
     forward_ad = torch.autograd.forward_ad
-    before = forward_ad._current_level, eager_transforms.JVP_NESTING
-    forward_ad._current_level, eager_transforms.JVP_NESTING = max(before[0], 0), max(before[1], 1)
+    # All threads share the two numbers, so they are left alone where they are right, and counted back.
+    level, nesting = forward_ad._current_level < 0, eager_transforms.JVP_NESTING < 1
+    if level:
+        forward_ad._current_level = 0
+    eager_transforms.JVP_NESTING += nesting
+    before = note_dual_level(True)
     try:
         yield
     finally:
-        forward_ad._current_level, eager_transforms.JVP_NESTING = before
+        note_dual_level(before)
+        eager_transforms.JVP_NESTING -= nesting
+        if level:
+            forward_ad._current_level = -1
 
 
 def unwind_levels() -> None:

@@ -66,6 +66,30 @@ def hooks_aside(which: Callable[[Any], bool] = bool) -> Iterator[list[Any]]:
             push_hooks(*pair)
 
 
+# torch.func asks for this where a transform begins, to refuse saved-tensor hooks. Dynamo knows it by its
+# identity, and threads without a region go on with it. So the object stays, and what it calls is another
+# function. (It is one of `contextlib.contextmanager`, 2.11 to 2.15.)
+_disabling: Any = torch.autograd.graph.disable_saved_tensors_hooks
+_disabled_by: Any = _disabling.__closure__[0]
+_disabled = contextlib.contextmanager(_disabled_by.cell_contents)
+
+
+def at_transforms(which: Callable[[Any], bool], note: Callable[[Any], None]) -> None:
+    """From now on the saved-tensor hooks that `which` means are off within transforms of torch.func.
+
+    These would refuse them. `note` is told of each pair that was taken off.
+    """
+
+    def aside(message: str) -> Iterator[None]:
+        with contextlib.nullcontext(()) if top_hooks() is None else hooks_aside(which) as taken:
+            for pair in taken:
+                note(pair)
+            with _disabled(message):
+                yield
+
+    _disabled_by.cell_contents = aside
+
+
 # The message with which saved-tensor hooks are refused at this point, or None where they work.
 hooks_disabled: Callable[[], str | None] = _autograd_c._saved_tensors_hooks_get_disabled_error_message
 allow_hooks: Callable[[], None] = _autograd_c._saved_tensors_hooks_enable
@@ -241,9 +265,40 @@ def watch_transforms(more: int) -> None:
                 setattr(where, name, function)
 
 
+# Torch counts forward-mode levels for the whole process, where one can be open, and does not say whose it is.
+# So who opens one notes it, in state that autograd hands on to its worker threads.
+# (`_stash_obj_in_tls` is what `torch.autograd.graph` keeps context variables in; 2.11 to 2.15.)
+_OPEN = "remat_dual_level"
+_tls: Any = torch._C
+
+
+def _level_noted(change: Callable[..., Any], opened: bool) -> Callable[..., Any]:
+    @functools.wraps(change)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        made = change(*args, **kwargs)
+        note_dual_level(opened)
+        return made
+
+    return noting
+
+
+def note_dual_level(opened: bool) -> bool:
+    """Note whether the open level is this thread's; returns what was noted before."""
+    before = _tls._is_key_in_tls(_OPEN) and _tls._get_obj_in_tls(_OPEN)
+    _tls._stash_obj_in_tls(_OPEN, opened)
+    return before
+
+
+_forward_ad: Any = torch.autograd.forward_ad
+_forward_ad.enter_dual_level = _level_noted(_forward_ad.enter_dual_level, True)
+_forward_ad.exit_dual_level = _level_noted(_forward_ad.exit_dual_level, False)
+
+
 def dual_level_open() -> bool:
-    """Whether a forward-mode level is open, torch.func's or a plain `dual_level`."""
-    return torch.autograd.forward_ad._current_level >= 0
+    """Whether this thread is in a forward-mode level, torch.func's or a plain `dual_level`."""
+    if _forward_ad._current_level < 0:
+        return False
+    return bool(_tls._is_key_in_tls(_OPEN) and _tls._get_obj_in_tls(_OPEN))
 
 
 def forward_ad_active(tensors: Iterable[torch.Tensor]) -> bool:

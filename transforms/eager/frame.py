@@ -28,6 +28,7 @@ from remat.transforms.compat import (
     graph_task,
     in_transform,
     next_node,
+    pop_hooks,
     set_grad_enabled,
 )
 from remat.transforms.context import all_of, gathering, memory_watch, quiet, repeated, run_innermost
@@ -45,7 +46,6 @@ from remat.transforms.eager.saved import (
     let_go,
     noted,
     resumed,
-    unhook,
     users,
     watcher,
 )
@@ -161,7 +161,7 @@ class Frame(Packer):
             broken_off(self, recorder, error)
             raise
         finally:
-            unhook()
+            pop_hooks()
             self.values, self.task = {}, -1
         self.nodes = next_node() - self.start
         self.tape = recorder.tape
@@ -298,7 +298,7 @@ class Frame(Packer):
         if (there := self.direct.get(at)) is not None and (input := self.held.get(there)) is not None:
             return input.get(self.inputs, there)
         task = graph_task()
-        if at not in self.values or (task != self.task and not resumed(self, task)):
+        if at not in self.values or (task != self.task and not resumed(self, task, at)):
             self._fill(at, task)
         value = self.values.pop(at)
         # Autograd saves no inference tensors: every value has a version.

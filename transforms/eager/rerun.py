@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat.transforms.closure import Bindings, reached, standing_in
-from remat.transforms.compat import set_grad_enabled, unseen
+from remat.transforms.compat import pop_hooks, set_grad_enabled, unseen
 from remat.transforms.context import quiet, run_innermost, scoped
-from remat.transforms.eager.saved import hook, unhook, users
+from remat.transforms.eager.saved import hook, users
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import Operands, memory_of, storage
 from remat.transforms.pytree import flatten
@@ -181,7 +181,7 @@ class Rerun:
                 out = run_innermost(function, region.selector is not None, args, kwargs)
         finally:
             end()
-            unhook()
+            pop_hooks()
             set_grad_enabled(graded)
         casts = self.frame.inputs.ambient.casts
         if self.prints is not None and not alike(self.prints, prints_of(flatten(out)[0]), casts):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,10 +11,9 @@ import torch
 
 from remat.transforms.compat import (
     at_backward_end,
+    at_transforms,
     graph_kept,
     graph_task,
-    hooks_aside,
-    pop_hooks,
     push_hooks,
     top_hooks,
 )
@@ -226,8 +224,10 @@ def watched() -> bool:
 RESTING = -2  # the `task` of a frame whose values have outlived their pass
 
 # The frames whose values have, by weak reference: what a region keeps goes when its nodes are through. All
-# threads have one list, since a pass ends in another thread than it ran in.
+# threads have one list, since a pass ends in another thread than it ran in. Whoever changes it, or lets go of
+# what lies in its frames, holds the lock.
 _resting: list[weakref.ref[Any]] = []
+_lock = threading.RLock()
 
 
 class _Passing(threading.local):
@@ -268,21 +268,25 @@ def let_go(frame: Any = None) -> None:
     if not _resting or (frame is None and graph_task() != -1):
         return
     around = [] if frame is None else list(_around(frame))
-    for ref in _resting:
-        found = ref()
-        if found is not None and found.task == RESTING and found not in around:
-            _thin(found)
-    _resting[:] = [ref for ref in _resting if ref() in around]
+    with _lock:
+        for ref in _resting:
+            found = ref()
+            if found is not None and found.task == RESTING and found not in around:
+                _thin(found)
+        _resting[:] = [ref for ref in _resting if ref() in around]
 
 
-def resumed(frame: Any, task: int) -> bool:
-    """Whether values that have outlived their pass may be read in another: nobody wrote to their memory."""
+def resumed(frame: Any, task: int, at: int) -> bool:
+    """Whether value `at` has outlived its pass and may be read in another: nobody wrote to its memory."""
     if frame.task != RESTING or task == -1:
         return False
     for each in (frame, *_around(frame)):
         if not all(held.unwritten for held in (*each.held.values(), *_kept(each))):
             return False
-    frame.task = task
+    with _lock:
+        if frame.task != RESTING or at not in frame.values:
+            return False  # another thread has let go of them
+        frame.task = task
     let_go(frame)
     noted(frame, task)
     return True
@@ -359,45 +363,30 @@ def _rest(frame: Any) -> None:
         # A backward of the user's may have written to what it had saved.
         return not opaque and root not in apart and (root < 0 or version_of(value) == 0)
 
-    frame.values = {at: value for at, value in frame.values.items() if stays(at, value)}
-    if frame.values:
-        frame.task = RESTING
-        _resting.append(weakref.ref(frame))
+    with _lock:
+        frame.values = {at: value for at, value in frame.values.items() if stays(at, value)}
+        if frame.values:
+            frame.task = RESTING
+            _resting.append(weakref.ref(frame))
 
 
 # -- hooks, and transforms of torch.func --------------------------------------------------------------
 
-# torch.func asks for this where a transform begins, to refuse saved-tensor hooks. It is replaced while the
-# forward of any region runs, on any thread: its hooks would be refused there.
-_refusing_hooks = torch.autograd.graph.disable_saved_tensors_hooks
-_hooking, _hooked = threading.Lock(), [0]
+_standing = [False]  # whether a region has run in this process
 
 
-@contextlib.contextmanager
-def _hooks_aside(message: str) -> Iterator[None]:
-    """A transform of torch.func begins, which refuses saved-tensor hooks: those of regions are off meanwhile.
+def _uses_func(pair: Hooks) -> None:
+    """A transform of torch.func begins in the region with these hooks, which are off meanwhile.
 
-    Autograd holds what it saves there. Later calls of these regions take the primitive, which knows levels.
+    Autograd holds what it saves there. Later calls of the region take the primitive, which knows levels.
     """
-    with hooks_aside(lambda pair: belongs_to_region(pair[0])) as taken:
-        for hook, _ in taken:
-            hook.__self__.inputs.region.cache.saw_func()
-        with _refusing_hooks(message):
-            yield
+    frame: Any = pair[0].__self__  # type: ignore[attr-defined]
+    frame.inputs.region.cache.saw_func()
 
 
 def hook(pair: Hooks) -> None:
-    """Push the hooks of a region, which stand back for transforms of torch.func."""
+    """Push the hooks of a region, which stand back for transforms of torch.func; `pop_hooks` ends that."""
     push_hooks(*pair)
-    with _hooking:
-        _hooked[0] += 1
-        torch.autograd.graph.disable_saved_tensors_hooks = _hooks_aside  # type: ignore[assignment]
-
-
-def unhook() -> None:
-    """Pop them."""
-    pop_hooks()
-    with _hooking:
-        _hooked[0] -= 1
-        if not _hooked[0]:
-            torch.autograd.graph.disable_saved_tensors_hooks = _refusing_hooks
+    if not _standing[0]:
+        _standing[0] = True
+        at_transforms(lambda pair: belongs_to_region(pair[0]), _uses_func)

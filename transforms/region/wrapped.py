@@ -61,9 +61,12 @@ class WrappedModel:
             RematError: on every rank, where any two keep other values in a region that both have.
         """
         module, seconds = self.module(), self.seconds
-        if self not in unmet or module is None:
+        if module is None:
             return
-        unmet.remove(self)
+        try:
+            unmet.remove(self)
+        except ValueError:  # it has met, perhaps in another thread
+            return
         _met.add(module)
         for hook in self.hooks:
             hook.remove()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from remat.transforms.compat import (
     traced_as_it_runs,
     unwrapped,
 )
-from remat.transforms.context import active
+from remat.transforms.context import active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import smooth
 
@@ -167,17 +168,32 @@ def device_kinds(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
     return ("cpu", *sorted(kinds - {"cpu", "meta"}))
 
 
+# Threads share generators. While one notes a state and draws from it, or puts one back and draws, others that
+# run regions wait, or something else would be drawn again. (Not for ops that are not torch's own, which may
+# themselves wait for another thread.)
+_drawing = threading.RLock()
+_NOTHING = contextlib.nullcontext()
+
+
+def first_draw(call: Callable[..., Any], native: bool, args: Any, kwargs: Any) -> tuple[GeneratorState, Any]:
+    """Run an op that draws, `native` for one of torch; the state that it has drawn from, and its result."""
+    with _drawing if native else _NOTHING:
+        state = quiet(GeneratorState, args, kwargs)
+        state.native = native
+        return state, call(*args, **kwargs)
+
+
 class GeneratorState:
     """The state of the generator that an op is about to draw from."""
 
-    __slots__ = ("device", "generator", "state")
+    __slots__ = ("device", "generator", "native", "state")
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self.generator: torch.Generator | None = kwargs.get("generator")
         self.device = _device_of(args, kwargs)
         if self.generator is None and self.device.type == "cpu":
             self.generator = torch.default_generator
-        self.state = self._read()
+        self.state, self.native = self._read(), True
 
     def _read(self) -> torch.Tensor:
         if self.generator is not None:
@@ -186,21 +202,24 @@ class GeneratorState:
 
     def restore(self, generator: torch.Generator | None = None) -> None:
         generator = generator or self.generator
-        if generator is not None:
-            generator.set_state(self.state)
-        else:
-            getattr(torch, self.device.type).set_rng_state(self.state, self.device)
+        with _drawing:
+            if generator is not None:
+                generator.set_state(self.state)
+            else:
+                getattr(torch, self.device.type).set_rng_state(self.state, self.device)
 
-    def again(self, region: str, generator: torch.Generator | None = None) -> None:
-        """Have an op of a recomputation draw what it drew, from `generator` where that is another one."""
+    def draw_again(self, region: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Have an op of a recomputation draw what it drew, from the generator that it is given."""
         refuse_traced_draws(region)
-        self.restore(generator)
+        with _drawing if self.native else _NOTHING:
+            quiet(self.restore, kwargs.get("generator"))
+            return call(*args, **kwargs)
 
     def now(self) -> GeneratorState:
         """The present state of the same generator."""
         made = GeneratorState.__new__(GeneratorState)
         made.generator, made.device = self.generator, self.device
-        made.state = made._read()
+        made.state, made.native = made._read(), True
         return made
 
 
@@ -265,11 +284,12 @@ class RandomState:
             self.devices = [(d, getattr(torch, d.type).get_rng_state(d)) for d in found]
 
     def restore(self) -> None:
-        torch.default_generator.set_state(self.cpu)
-        for device, state in self.devices:
-            getattr(torch, device.type).set_rng_state(state, device)
-        for generator, state in self.own:
-            generator.set_state(state)
+        with _drawing:
+            torch.default_generator.set_state(self.cpu)
+            for device, state in self.devices:
+                getattr(torch, device.type).set_rng_state(state, device)
+            for generator, state in self.own:
+                generator.set_state(state)
 
     def again(self) -> RandomState:
         """The present state of the same generators."""

@@ -26,7 +26,7 @@ from remat.transforms.ops import (
     traits,
 )
 from remat.transforms.pytree import constants_alike
-from remat.transforms.state import GeneratorState
+from remat.transforms.state import first_draw
 from remat.transforms.tape.program import call_of
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.so_far import show_so_far
@@ -297,15 +297,16 @@ class GuardMode(Recorder):
     def _run_watched(self, at: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an op of which something is noted: what it is about to write or draw, or its place around."""
         node, parent = self.tape.nodes[at], self.parent
-        if node.draws:
-            self.random[at] = quiet(GeneratorState, args, kwargs)
         for root in node.written:
             if root < 0 and root not in self.snapshots:
                 self._snapshot(root)
         if node.overwrites:
             self._copy_kept(node.overwrites)
         around = -1 if parent is None else parent.position
-        out = call(*args, **kwargs)
+        if node.draws:
+            self.random[at], out = first_draw(call, traits(node.op).native, args, kwargs)
+        else:
+            out = call(*args, **kwargs)
         if parent is not None:
             self._link(parent, at, around)
         return out

@@ -212,7 +212,7 @@ class Program:
                     graded = step.graded
                     set_grad_enabled(graded)
                 if step.draws and (state := random.get(step.at)) is not None:
-                    state.again(self.tape.region)
+                    call = functools.partial(state.draw_again, self.tape.region, call)
                 args = list(step.args)
                 for at, number in step.flat:
                     args[at] = values[number]

@@ -32,7 +32,7 @@ from remat.transforms.ops import (
 )
 from remat.transforms.placeholders import without_objects
 from remat.transforms.sharded import wraps
-from remat.transforms.state import GeneratorState
+from remat.transforms.state import GeneratorState, first_draw
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import (
     RECOMPUTE,
@@ -179,11 +179,11 @@ class Recorder(WriteWatch):
         template = self._template(args), self._template(kwargs)
         if facts.writes:
             self._before_write(func, facts, args, kwargs)
-        state = None
-        if facts.may_draw and (not facts.random or draws(func, args, kwargs)):
-            state = quiet(GeneratorState, args, kwargs)
         around = -1 if self.parent is None else self.parent.position
-        out = func(*args, **kwargs)
+        if facts.may_draw and (not facts.random or draws(func, args, kwargs)):
+            state, out = first_draw(func, facts.native, args, kwargs)
+        else:
+            state, out = None, func(*args, **kwargs)
         chance = self.casts and is_cast_of_leaf(func, args)
         at = self._add(func, facts, template, args, kwargs, out, draws_from=state, optional=chance)
         if self.parent is not None:

@@ -213,8 +213,9 @@ class Replay(Mode):
 
     def _run(self, at: int, node: Node, facts: Traits, func: Any, args: Any, kwargs: Any) -> Any:
         if node.draws and (state := self.random.get(at)) is not None:
-            quiet(state.again, self.tape.region, kwargs.get("generator"))
-        out = func(*args, **kwargs)
+            out = state.draw_again(self.tape.region, func, *args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
         made = without_objects(metadata(out)) if facts.collective else metadata(out)
         if self.check and not alike(made, node.outs):
             raise self._differs(at, f"{func} made {node.outs} in the forward and now makes {made}")
