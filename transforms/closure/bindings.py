@@ -40,10 +40,11 @@ class Bindings:
 
     __slots__ = ("near", "others", "slots")
 
-    def __init__(self, reach: Iterable[Any], states: bool = False) -> None:
+    def __init__(self, reach: Iterable[Any], states: bool = False, bound: bool = False) -> None:
         """What modules hold now; `reach`: what functions lead to (`reached`).
 
-        `states`: look into attributes, containers and variables as well.
+        `states`: look into attributes, containers and variables as well. `bound`: note what else variables and
+        attributes are bound to: a loop's variable, a flag.
         """
         reach = list(reach)
         parts = parts_of(reach)
@@ -54,6 +55,11 @@ class Bindings:
             # In C: a long list is passed at every call.
             found = [*itertools.compress(keys, map(isinstance, values, itertools.repeat(torch.Tensor)))]
             holders, names = self.slots if isinstance(holder, dict) else self.others
+            holders += [holder] * len(found)
+            names += found
+        for holder, keys in variables(reach, parts) if bound else ():
+            holders, names = self.slots if isinstance(holder, dict) else self.others
+            found = [key for key in keys if not isinstance(_held(holder, key), _NOT_BOUND)]
             holders += [holder] * len(found)
             names += found
         self.near = self._now()
@@ -73,7 +79,7 @@ class Bindings:
         return [
             (*place, tensor)
             for place, tensor, other in zip(self._where(), self.near, now, strict=True)
-            if other is not tensor and not hasattr(tensor, "placements") and not hasattr(other, "placements")
+            if other is not tensor and not _is_sharded(tensor) and not _is_sharded(other)
         ]
 
     def put_back(self) -> None:
@@ -100,6 +106,10 @@ class Bindings:
             yield
         finally:
             hold(near)
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and hasattr(value, "placements")
 
 
 def _held(holder: Any, key: Any) -> Any:
@@ -150,6 +160,38 @@ def places(reach: list[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple
             yield value, slots, [_held(value, slot) for slot in slots]
 
 
+def variables(
+    reach: Iterable[Any], parts: Iterable[torch.nn.Module]
+) -> Iterator[tuple[Any, Iterable[Any]]]:
+    """Where variables and attributes of the user's are bound: a holder, and its keys. Items of containers are
+    no variables."""
+    for part in parts:
+        table = part.__dict__
+        yield table, [key for key in table if key not in _MODULES_OWN or key == "training"]
+        yield part._modules, part._modules
+    for value in reach:
+        if isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                yield cell, ("cell_contents",)
+            known = value.__globals__
+            if known.get("__name__", "").split(".")[0] not in _LIBRARIES:
+                yield from _named(known, [*_names(value.__code__)])
+        elif not isinstance(value, (*_NO_CONTAINERS, list, tuple, set, frozenset, dict, deque)):
+            if isinstance(table := getattr(value, "__dict__", None), dict):
+                yield table, table
+            yield value, _slots(type(value))
+
+
+def _named(known: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, list[str]]]:
+    yield known, [name for name in names if name in known]
+    for value in map(known.get, names):
+        if isinstance(value, types.ModuleType) and value.__name__.split(".")[0] not in _LIBRARIES:
+            yield vars(value), [name for name in names if name in vars(value)]
+        elif isinstance(value, type):
+            # (What a class makes of a function or a property is another object at every look.)
+            yield value, [n for n in names if n in vars(value) and not hasattr(vars(value)[n], "__get__")]
+
+
 def _places_named(function: types.FunctionType) -> Iterator[tuple[Any, Any, Iterable[Any]]]:
     for cell in function.__closure__ or ():
         yield cell, ("cell_contents",), (_held(cell, "cell_contents"),)
@@ -185,6 +227,9 @@ def cells(function: types.FunctionType) -> Iterator[Any]:
 
 _ATOMS = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device)
 _NO_CONTAINERS = (*_ATOMS, torch.Tensor, torch.nn.Module)
+# What is noted elsewhere; and caches that are empty yet, which a recomputation finds filled.
+_NOT_BOUND = (torch.Tensor, type(None))
+_LIBRARIES = ("torch", "remat")  # whose own variables are no user's
 
 _MOST, _FEW = 100_000, 100
 _WALKED = (torch.Tensor, torch.Generator, list, tuple, dict, deque)

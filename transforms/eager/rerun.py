@@ -87,7 +87,7 @@ class Rerun:
         }
         inner, frame.inner = frame.inner, 0
         # What the function stores is stored by its forward; a later call may have stored other things since.
-        stored = Bindings(reached(frame.region.function), states=True)
+        stored = Bindings(reached(frame.region.function), states=True, bound=True)
         self.values, self.count = {}, 0
         try:
             with contextlib.ExitStack() as stack:

@@ -270,7 +270,7 @@ class FlatCall:
         self.originals = [weakref.ref(t) for t in unique]
         self.captured = captured
         self.operands = [as_operand(t) for t in (*unique, *captured)]
-        self.bindings = Bindings(reach, states=True)
+        self.bindings = Bindings(reach, states=True, bound=True)
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves, self.out_at = list[Any](), list[int]()
         self.out_spec: Any = None  # that of a single tensor is None
@@ -367,8 +367,8 @@ class FlatCall:
             if (t := ref()) is not None
         }
         with (
-            standing_in(self.region.function, given) as function,
             self.bindings.restored(),
+            standing_in(self.region.function, given) as function,
             conversion,
             kept_whole() if cond_met.is_set() else contextlib.nullcontext(),
         ):
