@@ -160,9 +160,7 @@ def places(reach: list[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple
             yield value, slots, [_held(value, slot) for slot in slots]
 
 
-def variables(
-    reach: Iterable[Any], parts: Iterable[torch.nn.Module]
-) -> Iterator[tuple[Any, Iterable[Any]]]:
+def variables(reach: Iterable[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, Iterable[Any]]]:
     """Where variables and attributes of the user's are bound: a holder, and its keys. Items of containers are
     no variables."""
     for part in parts:
