@@ -43,8 +43,8 @@ class Bindings:
     def __init__(self, reach: Iterable[Any], states: bool = False, bound: bool = False) -> None:
         """What modules hold now; `reach`: what functions lead to (`reached`).
 
-        `states`: look into attributes, containers and variables as well. `bound`: note what else variables and
-        attributes are bound to: a loop's variable, a flag.
+        `states`: look into attributes, containers and variables as well. `bound`: note what else variables
+        and attributes are bound to: a loop's variable, a flag.
         """
         reach = list(reach)
         parts = parts_of(reach)
