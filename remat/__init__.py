@@ -23,6 +23,7 @@ from remat.policies import Policy as Policy
 from remat.policies import PolicyLike as PolicyLike
 from remat.policies import offload_matmuls as offload_matmuls
 from remat.policies import offload_names as offload_names
+from remat.policies import place_of
 from remat.policies import save_all_but_names as save_all_but_names
 from remat.policies import save_attention as save_attention
 from remat.policies import save_collectives as save_collectives
@@ -36,7 +37,8 @@ from remat.transforms import RematError as RematError
 from remat.transforms.region import is_recomputing as is_recomputing
 
 if TYPE_CHECKING:
-    from remat import debug, gpu, interop, nn, plan, policies, schedules, transforms
+    from remat import debug, gpu, interop, plan, policies, schedules, transforms
+    from remat import nn as nn
     from remat._fit import fit
     from remat._inspect import Residual, print_saved_residuals, saved_residuals
     from remat._inspect.report import compare, explain
@@ -61,7 +63,6 @@ __all__ = [
     "gpu",
     "interop",
     "is_recomputing",
-    "nn",
     "offload_matmuls",
     "offload_names",
     "pareto",
@@ -102,10 +103,14 @@ def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"remat.{name}")
     if name not in _LATER:
-        raise AttributeError(f"module 'remat' has no attribute {name!r}")
+        place = None if name.startswith("_") else place_of(name)
+        place = "remat.remat, or remat.interop.checkpoint for torch's" if name == "checkpoint" else place
+        hint = f": write {place}" if place else ""
+        raise AttributeError(f"module 'remat' has no attribute {name!r}{hint}")
     found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    # `nn` is no part of `from remat import *`: it would take the place of `torch.nn`.
+    return sorted([*__all__, "__version__", "nn"])

@@ -198,6 +198,10 @@ class UnknownOption(RematError, TypeError):
 
 
 def _option_error(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> UnknownOption:
+    if not unknown and isinstance(args[0], Policy):
+        return UnknownOption(
+            f"remat(fn, {args[0]!r}): options are given by name. Write remat(fn, policy={args[0]!r})."
+        )
     if not unknown:
         return UnknownOption(
             f"remat takes one function, got {len(args)} more arguments: remat(fn) returns a function. Write "

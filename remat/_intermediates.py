@@ -14,6 +14,7 @@ from remat._dynamo import capture as intermediates_capture
 from remat._dynamo import capture_grads as intermediates_capture_grads
 from remat.transforms import (
     RematError,
+    WrongType,
     argument_positions,
     check_scalar,
     flatten,
@@ -127,7 +128,7 @@ def _wanted(names: str | Iterable[str]) -> tuple[str, ...]:
     wanted = (names,) if isinstance(names, str) else tuple(names)
     for name in wanted:
         if not isinstance(name, str):
-            raise TypeError(f"capture(fn, names): names must be strings, got {name!r}")
+            raise WrongType(f"capture(fn, names): names must be strings, got {name!r}")
     return tuple(sorted(set(wanted)))
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from remat._dynamo import tap
-from remat.transforms import map_only
+from remat.transforms import WrongType, map_only
 from remat.transforms.compiled import named
 from remat.transforms.intermediates import tap as taps_tap
 
@@ -27,7 +27,7 @@ def checkpoint_name(tree: Tree, name: str) -> Tree:
         name: the name; several values may share it.
 
     Raises:
-        TypeError: if `name` is not a string.
+        RematError: `name` is not a string (also a `TypeError`).
 
     Example:
         >>> import torch
@@ -39,9 +39,10 @@ def checkpoint_name(tree: Tree, name: str) -> Tree:
         ['s']
     """
     if not isinstance(name, str):
-        raise TypeError(
-            f"checkpoint_name(tree, name): the name must be a string, got {name!r}; write checkpoint_name(x, "
-            "'attn')"
+        raise WrongType(
+            "checkpoint_name(tree, name): the name must be a string, got "
+            f"{'a tensor' if isinstance(name, torch.Tensor) else repr(name)}; write "
+            "checkpoint_name(x, 'attn')"
         )
     marked = map_only(torch.Tensor, lambda tensor: named(tensor, name), tree)
     if torch.compiler.is_dynamo_compiling():

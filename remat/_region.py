@@ -115,17 +115,31 @@ def with_policy(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     return rematerialized(fn, Options(policy))
 
 
+def _is_module_class(fn: Any) -> bool:
+    return isinstance(fn, type) and issubclass(fn, torch.nn.Module)
+
+
+def _not_a_function(fn: Any) -> str:
+    if isinstance(fn, Policy):
+        return f"remat({fn!r}) got a policy in place of the function. Write remat(fn, policy={fn!r})."
+    if isinstance(fn, type):
+        return (
+            f"remat({fn.__name__}) got a class of modules, and would make modules in a region. Write "
+            f"remat({fn.__name__}(...)) for one module, or remat.nn.apply(model, layers={fn.__name__}) for "
+            "all of a model."
+        )
+    got = f"a {type(fn).__name__}, as remat(fn(x)) gives" if isinstance(fn, torch.Tensor) else repr(fn)
+    return f"remat(fn): fn must be callable, got {got}. Write remat(fn)(x), or @remat above the function."
+
+
 def rematerialized(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     """`fn` as a region, also where Dynamo traces the very making of it."""
     return wrap(fn, options) if torch.compiler.is_dynamo_compiling() else _wrap(fn, options)
 
 
 def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    if not callable(fn):
-        raise FunctionError(
-            f"remat(fn): fn must be callable, got {fn!r} of type {type(fn).__name__}; write remat(function) "
-            "or @remat"
-        )
+    if not callable(fn) or isinstance(fn, Policy) or _is_module_class(fn):
+        raise FunctionError(_not_a_function(fn))
     if (inner := unmarked(fn)) is not None:
         return _wrap(inner, replace(options, once=True))
     _check_runs_at_once(fn)

@@ -15,7 +15,7 @@ import torch
 
 from remat._api import remat
 from remat._region import ModuleView
-from remat.policies import PolicyLike, policy_given, save_nothing
+from remat.policies import Policy, PolicyLike, policy_given, save_nothing
 from remat.transforms import RematError, blank, names_of, set_class, subclass, subclasses, unannounced
 
 __all__ = ["LayerError", "apply", "apply_to", "regions", "remove"]
@@ -42,7 +42,7 @@ class LayerError(RematError, ValueError):
 
 def apply(
     model: M,
-    *,
+    *args: Any,
     policy: PolicyLike | None = save_nothing,
     layers: Layers = "*.layers.*",
     every: int = 1,
@@ -82,6 +82,8 @@ def apply(
         >>> regions(apply(model, policy=save_matmuls))
         ['layers.0', 'layers.1', 'layers.2']
     """
+    if args or not isinstance(model, torch.nn.Module):
+        raise LayerError(_no_model("apply", model, args))
     if plan is not None:
         for name, found in _planned(plan, policy, layers, every).policies(model).items():
             apply_to(model.get_submodule(name), policy=found, **options)
@@ -142,6 +144,8 @@ def apply_to(module: M, *, policy: PolicyLike | None = save_nothing, **options: 
         >>> regions(apply_to(torch.nn.Linear(2, 2)))
         ['']
     """
+    if not isinstance(module, torch.nn.Module):
+        raise LayerError(_no_model("apply_to", module))
     settings = {"policy": policy_given(policy), **options}
     # Wrong options are told here, not in the first forward.
     remat(torch.sin, **settings)  # type: ignore[call-overload]
@@ -246,6 +250,12 @@ def remove_from(module: torch.nn.Module) -> None:
 
 
 def _fits(layers: Layers, name: str, module: torch.nn.Module) -> bool:
+    if isinstance(layers, torch.nn.Module):
+        kind = type(layers).__name__
+        raise LayerError(
+            f"remat.nn.apply(layers=...) got a {kind}. Write layers={kind}, its class, or "
+            "remat.nn.apply_to(module)."
+        )
     if isinstance(layers, (str, type)):
         return _fits_one(layers, name, module)
     if callable(layers):
@@ -270,6 +280,19 @@ def _outermost(modules: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Module
 
 # Modules that hold others and are never called themselves.
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+def _no_model(name: str, model: Any, args: tuple[Any, ...] = ()) -> str:
+    if args:
+        option = "policy" if isinstance(args[0], Policy) else "layers"
+        given = "..." if isinstance(args[0], torch.nn.Module) else repr(args[0])
+        return f"remat.nn.{name}(model, {given}): options are given by name. Write {option}={given}."
+    if isinstance(model, type):
+        return f"remat.nn.{name} takes a module, got the class {model.__name__}. Write {model.__name__}(...)."
+    return (
+        f"remat.nn.{name} takes a module, got a {type(model).__name__}. For a function write "
+        "remat(fn, policy=...)."
+    )
 
 
 def _only_a_list(name: str, module: torch.nn.Module, layers: Layers) -> str:

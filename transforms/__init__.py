@@ -18,6 +18,8 @@ from remat.transforms.context import (
 )
 from remat.transforms.errors import (
     RematError,  # raised when a region cannot be rematerialized correctly
+    WrongType,  # a `RematError` and `TypeError`: an argument of another type than meant
+    WrongValue,  # a `RematError` and `ValueError`: an argument with a value that cannot work
     changing,  # the message for a function that reads another captured tensor whenever it starts over
     is_user_frame,  # whether a stack frame runs code of neither torch nor this library
     user_line,  # `user_place` for messages

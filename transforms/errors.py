@@ -28,6 +28,15 @@ class RematError(RuntimeError):
 
 RematError.__module__ = "remat"
 
+
+class WrongType(RematError, TypeError):
+    """An argument of a type that cannot work."""
+
+
+class WrongValue(RematError, ValueError):
+    """An argument of the right type, with a value that cannot work."""
+
+
 # In a checkout transforms/ is reached through a link, so that it has two spellings.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(_HERE), os.path.realpath(_HERE))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from remat.transforms.compat import forward_ad_active, in_transform
+from remat.transforms.errors import WrongValue
 from remat.transforms.pytree import flatten, map_only, tree_leaves, unflatten
 
 P = ParamSpec("P")
@@ -36,7 +37,7 @@ def grad(
 
     Raises:
         RuntimeError: `fun` returns no scalar tensor, or `argnums` is out of range.
-        ValueError: an argument to differentiate holds something other than tensors.
+        RematError: (also a `ValueError`) an argument to differentiate holds something other than tensors.
 
     The semantics are those of `torch.func.grad`. The graph of the gradients is kept in three cases, so that
     they can be differentiated in turn. These are inside another transform, under `torch.compile`, and in
@@ -165,7 +166,7 @@ def fresh_leaf(x: Any) -> Tensor:
 def checked_tensor(x: Any) -> Tensor:
     """`x` itself. Raises ValueError where it is not a tensor."""
     if not isinstance(x, Tensor):
-        raise ValueError(
+        raise WrongValue(
             f"An argument to differentiate must be a pytree of tensors, got {x!r} of type {type(x)} in it. "
             f"Pass it as another argument, or choose the arguments to differentiate with argnums."
         )

@@ -14,6 +14,7 @@ from remat._core.flops import (
 )
 from remat._core.keywords import (
     KeywordError,  # a keyword that may be meant for two functions
+    check_callable,  # raise where a report is given a result in place of a function
     joined_keywords,  # all keywords of a function, those in `kwargs=` included
     keywords_apart,  # refuse options that may be meant for the function looked at
 )

@@ -33,6 +33,7 @@ def keywords_apart(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **keywords: P.kwargs) -> R:
+        check_callable(name, args)
         theirs: Any = keywords.get("kwargs")
         if theirs is None:
             doubtful = own & keywords.keys() - {"kwargs"}
@@ -47,6 +48,19 @@ def keywords_apart(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **keywords)
 
     return checked
+
+
+def check_callable(name: str, args: tuple[Any, ...]) -> None:
+    """Raise where the first of a report's arguments is no function, such as a result of one."""
+    if not args or callable(args[0]):
+        return
+    fn, kind = args[0], type(args[0]).__name__
+    got = repr(fn) if isinstance(fn, (str, int, float, type(None))) else f"a {kind}"
+    why = ", which a call gives" if kind in ("Tensor", "tuple") else ""
+    raise KeywordError(
+        f"{name}(fn, *args): fn must be a function or a module, got {got}{why}. Write {name}(fn, x): the "
+        "function and its arguments apart."
+    )
 
 
 def _named(fn: Any) -> set[str]:

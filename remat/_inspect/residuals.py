@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat._core import format_bytes
+from remat._core import check_callable, format_bytes
 from remat._inspect.looking import looked_at
 from remat.transforms import (
     flatten,
@@ -163,6 +163,7 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Res
         >>> [(r.why, r.path, r.bytes) for r in saved_residuals(lambda x: x.sin().exp(), torch.ones(3))]
         [('argument', 'x', 12), ('output', None, 12)]
     """
+    check_callable("saved_residuals", (fn,))
     found = _observed(fn, args, kwargs)
     return found if found is not None else _differentiated(fn, args, kwargs) or Residuals()
 

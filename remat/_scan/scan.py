@@ -16,7 +16,7 @@ from remat._dynamo import call_scan, run_compiled, runs_in_eager
 from remat._region import with_policy
 from remat.policies import Policy, policy_given, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto, check_checkpoints
-from remat.transforms import RematError, changing, flatten, smooth, unflatten
+from remat.transforms import RematError, WrongValue, changing, flatten, smooth, unflatten
 from remat.transforms.closure import (
     MOST_TRIES,
     Bindings,
@@ -102,8 +102,9 @@ def scan_remat(
         The last carry, and the tree of ys, each of shape [length, ...].
 
     Raises:
-        TypeError: a carry that changes structure, shape, dtype or type; ys or xs that are not tensors.
-        ValueError: no length, lengths that differ, a number of carries below 1.
+        RematError: (also a `TypeError`) a carry that changes structure, shape, dtype or type; ys or xs that
+            are not tensors.
+        RematError: (also a `ValueError`) no length, lengths that differ, a number of carries below 1.
         RematError: a body that writes into its carry.
         An exception of the body's is passed on, with a note that names the step.
 
@@ -313,7 +314,7 @@ def _bytes(budget: Any) -> int:
             return parse_bytes(budget)
     elif isinstance(budget, int) and not isinstance(budget, bool):
         return budget
-    raise ValueError(f"budget: got {budget!r}; write bytes as an int, or '64MiB', '2GB'.")
+    raise WrongValue(f"budget: got {budget!r}; write bytes as an int, or '64MiB', '2GB'.")
 
 
 def _region(body: Callable[..., Any], policy: Policy) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import torch
 from remat._scan.scan import scan_remat
 from remat.policies import save_nothing
 from remat.schedules import Schedule
-from remat.transforms import map_leaves
+from remat.transforms import WrongValue, map_leaves
 
 Params = dict[str, torch.Tensor]
 
@@ -73,7 +73,7 @@ def stack_params(modules: Iterable[torch.nn.Module]) -> Params:
         modules: at least one module; all have the same names, shapes and dtypes.
 
     Raises:
-        ValueError: no modules, or modules that differ (says where).
+        RematError: (also a `ValueError`) no modules, or modules that differ (says where).
 
     Example:
         >>> import torch
@@ -84,17 +84,17 @@ def stack_params(modules: Iterable[torch.nn.Module]) -> Params:
     """
     states = [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in modules]
     if not states:
-        raise ValueError("stack_params: got no modules.")
+        raise WrongValue("stack_params: got no modules.")
     first = states[0]
     for i, state in enumerate(states):
         if state.keys() != first.keys():
             odd = sorted(state.keys() ^ first.keys())
-            raise ValueError(
+            raise WrongValue(
                 f"stack_params: module {i} differs from module 0 in its parameters: {', '.join(odd)}."
             )
         for name, tensor in state.items():
             if (tensor.shape, tensor.dtype) != (first[name].shape, first[name].dtype):
-                raise ValueError(
+                raise WrongValue(
                     f"stack_params: {name!r} is {tensor.dtype} {tuple(tensor.shape)} in module {i} and "
                     f"{first[name].dtype} {tuple(first[name].shape)} in module 0; only identical layers "
                     f"can be stacked."
@@ -113,7 +113,8 @@ def unstack_params(
         modules: L modules to load into, in order.
 
     Raises:
-        ValueError: tensors of different L, another number of modules, other names or shapes.
+        RematError: (also a `ValueError`) tensors of different L, another number of modules, other names
+            or shapes.
 
     Example:
         >>> import torch
@@ -124,12 +125,12 @@ def unstack_params(
     """
     counts = {name: tensor.shape[0] for name, tensor in stacked.items()}
     if len(set(counts.values())) != 1:
-        raise ValueError(f"unstack_params: the numbers of layers differ: {counts}.")
+        raise WrongValue(f"unstack_params: the numbers of layers differ: {counts}.")
     count = next(iter(counts.values()))
     layers = [map_leaves(lambda t, i=i: t[i], dict(stacked)) for i in range(count)]
     if modules is not None:
         if len(modules) != count:
-            raise ValueError(f"unstack_params: got {count} layers of parameters and {len(modules)} modules.")
+            raise WrongValue(f"unstack_params: got {count} layers of parameters and {len(modules)} modules.")
         for module, state in zip(modules, layers, strict=True):
             _load(module, state)
     return layers
@@ -144,7 +145,7 @@ def _load(module: torch.nn.Module, state: Params) -> None:
         if k not in own or k not in state or own[k].shape != state[k].shape
     ]
     if odd:
-        raise ValueError(
+        raise WrongValue(
             f"unstack_params: names or shapes differ from the module's: {', '.join(sorted(odd))}."
         )
     with torch.no_grad():

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from remat._scan.scan import run_eager
 from remat.schedules import Online, Revolve, Schedule, as_schedule
+from remat.transforms import WrongValue
 from remat.transforms.scan import ScanSpec, check_count, name_of, structure_of
 
 C = TypeVar("C")
@@ -42,8 +43,8 @@ def while_remat(
         The last carry.
 
     Raises:
-        ValueError: neither `checkpoints` nor `max_steps`; either out of range.
-        TypeError, RematError: as `scan_remat`.
+        RematError: (also a `ValueError`) neither `checkpoints` nor `max_steps`; either out of range.
+        RematError: as `scan_remat`.
 
     Example:
         >>> import torch
@@ -60,13 +61,13 @@ def while_remat(
     check_count(name, "max_steps", max_steps)
     if checkpoints is None:
         if max_steps is None:
-            raise ValueError(f"{name}: write checkpoints=..., or max_steps=... from which it can be taken.")
+            raise WrongValue(f"{name}: write checkpoints=..., or max_steps=... from which it can be taken.")
         checkpoints = default_slots(max_steps)
     schedule = as_schedule(checkpoints)
     if isinstance(schedule, Revolve):
         schedule = Online(schedule.slots)
     if not isinstance(schedule, Online):
-        raise ValueError(
+        raise WrongValue(
             f"{name}: got checkpoints={checkpoints!r}; a loop of unknown length needs a number of carries "
             "or an Online schedule."
         )

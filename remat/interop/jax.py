@@ -12,6 +12,7 @@ behaviour.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from remat._names import checkpoint_name as checkpoint_name
 from remat.policies import (
     Policy,
     as_policy,
+    makes_policies,
     offload,
     offload_names,
     save_all_but_names,
@@ -114,21 +116,25 @@ class SaveAnyNamesBut(Policy):
         return f"save_any_names_but_these({', '.join(map(repr, sorted(self.barred)))})"
 
 
+@makes_policies
 def save_any_names_but_these(*names: str) -> Policy:
     """Save named values but these; recompute values without a name."""
     return SaveAnyNamesBut(frozenset(names))
 
 
+@makes_policies
 def save_only_these_names(*names: str) -> Policy:
     """`remat.save_names`; without names, `remat.save_nothing`."""
     return save_names(*names) if names else save_nothing
 
 
+@makes_policies
 def save_anything_except_these_names(*names: str) -> Policy:
     """`remat.save_all_but_names`. A value barred here is really recomputed, which JAX does not promise."""
     return save_all_but_names(*names) if names else save_everything
 
 
+@makes_policies
 def save_and_offload_only_these_names(
     *,
     names_which_can_be_saved: Sequence[str],
@@ -154,12 +160,14 @@ def save_and_offload_only_these_names(
     return policy | offload_names(*sorted(offloaded)) if offloaded else policy
 
 
+@makes_policies
 def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Policy:
     """`offload(save_unbatched_matmuls)`."""
     _check_memories(offload_src, offload_dst)
     return offload(save_unbatched_matmuls)
 
 
+@makes_policies
 def save_from_both_policies(policy_1: Any, policy_2: Any) -> Policy:
     """`policy_1 | policy_2`: what either saves; unlike in JAX they may offload, too."""
     return as_policy(policy_1) | policy_2
@@ -181,7 +189,15 @@ SaveAndOffloadOnlyTheseNames = save_and_offload_only_these_names
 SaveFromBothPolicies = save_from_both_policies
 OffloadDotWithNoBatchDims = offload_dot_with_no_batch_dims
 
-checkpoint_policies = SimpleNamespace(
+
+class _JaxPolicies(SimpleNamespace):
+    def __getattr__(self, name: str) -> Any:
+        near = difflib.get_close_matches(name, vars(self), n=1)
+        hint = f": did you mean {near[0]}?" if near else f"; it has {', '.join(vars(self))}"
+        raise AttributeError(f"checkpoint_policies has no {name!r}{hint}")
+
+
+checkpoint_policies = _JaxPolicies(
     everything_saveable=save_everything,
     nothing_saveable=save_nothing,
     dots_saveable=save_matmuls,

@@ -111,6 +111,12 @@ class Policy:
     def __invert__(self) -> Policy:
         return Not(self)
 
+    def __bool__(self) -> bool:
+        raise PolicyError(
+            f"{self!r} is neither true nor false: write a | b to save what either policy saves, a & b for "
+            "what both save, ~a for the rest, and `policy is None` to ask for one."
+        )
+
 
 def key_of(value: Any) -> Hashable:
     """What a field of a policy is in its key."""
@@ -143,6 +149,18 @@ class Named(Policy):
 
     label: str
 
+    def __call__(self, info: OpInfo | None = None) -> Decision | bool:
+        if info is None:
+            raise PolicyError(
+                f"{self.label}() asks a policy about no op. {self.label} is a policy already: write "
+                f"policy={self.label}, without parentheses."
+            )
+        return self.asked(info)
+
+    def asked(self, info: OpInfo) -> Decision | bool:
+        """The verdict for one op."""
+        raise NotImplementedError
+
     def __repr__(self) -> str:
         return self.label
 
@@ -153,7 +171,7 @@ class Constant(Named):
 
     decision: Decision
 
-    def __call__(self, info: OpInfo) -> Decision:
+    def asked(self, info: OpInfo) -> Decision:
         return self.decision
 
     def decide_by_op(self, op: Any) -> Decision:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -61,6 +62,11 @@ def policy_given(value: Any) -> Policy:
 
 def _from_collection(values: Any) -> Policy:
     names = [value for value in values if isinstance(value, str)]
+    if ops_as_text := [name for name in names if name.startswith(("aten.", "torch."))]:
+        raise PolicyError(
+            f"policy got {ops_as_text[0]!r} in a list. Strings are names that checkpoint_name gave; an op is "
+            "written as it is, such as torch.ops.aten.mm.default."
+        )
     ops = [value for value in values if not isinstance(value, str)]
     if not names:
         return save_ops(*ops)
@@ -71,10 +77,12 @@ def _way_out(value: Any) -> str:
     if value is None:
         return "Write policy=save_nothing (recompute everything) or save_everything (as without remat)."
     if isinstance(value, str):
-        return (
-            f"A string is not a policy: write policy=remat.{value} for a built-in policy of that name, or "
-            f"policy=save_names({value!r}) to save the values that checkpoint_name gave that name."
-        )
+        named = f"policy=save_names({value!r}) to save the values that checkpoint_name gave that name"
+        if place := place_of(value):
+            return f"A string is not a policy: write policy={place} for the policy of that name, or {named}."
+        return f"A string is not a policy: write {named}, or a built-in policy such as policy=save_matmuls."
+    if isinstance(value, float) and 0 <= value <= 1:
+        return f"For a share of what no remat keeps write policy=checkpoint_policy(budget={value})."
     if isinstance(value, type):
         return f"A class is not a policy: write an instance, policy={value.__name__}(...)."
     if isinstance(value, types.FunctionType):
@@ -83,6 +91,24 @@ def _way_out(value: Any) -> str:
         "Write a built-in policy such as save_matmuls, a function from OpInfo to Decision, a list of ops "
         "such as [torch.ops.aten.mm.default], or save_names('q', 'k')."
     )
+
+
+def place_of(name: str) -> str | None:
+    """Where a policy or a factory of this name is found: here, or among JAX's names."""
+    policies = sys.modules["remat.policies"]
+    room = "remat" if name in sys.modules["remat"].__all__ else "remat.policies"
+    if isinstance(getattr(policies, name, None), Policy):
+        return f"{room}.{name}"
+    if any(maker.__name__ == name for maker in _MAKERS if hasattr(policies, maker.__name__)):
+        return f"{room}.{name}(...)"
+    return f"remat.jax_names.checkpoint_policies.{name}" if name in JAX_NAMES else None
+
+
+# JAX's policies without arguments, which people write where they mean ours.
+JAX_NAMES = (
+    "everything_saveable", "nothing_saveable", "dots_saveable", "checkpoint_dots",
+    "dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims",
+)  # fmt: skip
 
 
 # Functions that make policies, which users take for policies.

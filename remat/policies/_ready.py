@@ -21,7 +21,7 @@ class OfKind(Named):
     kinds: tuple[_catalogue.Kind, ...]
     decision: Decision = Decision.SAVE
 
-    def __call__(self, info: OpInfo) -> Decision:
+    def asked(self, info: OpInfo) -> Decision:
         return self.decide_by_op(info.op)
 
     def decide_by_op(self, op: Any) -> Decision:

@@ -21,7 +21,7 @@ class SaveUnbatched(Named):
 
     needs_calls = True
 
-    def __call__(self, info: OpInfo) -> Decision:
+    def asked(self, info: OpInfo) -> Decision:
         kind = _catalogue.kind_of(info.op)
         if kind not in ("matmul", "bmm"):
             return Decision.RECOMPUTE

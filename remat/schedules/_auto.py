@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from remat.schedules._offline import Revolve, Schedule, Segmented, advances
+from remat.transforms import WrongValue
 
 
 def auto(n: int, budget: int, state_bytes: int, tape_bytes: int) -> Schedule:
@@ -21,7 +22,7 @@ def auto(n: int, budget: int, state_bytes: int, tape_bytes: int) -> Schedule:
         tape_bytes: R, bytes that the backward of one step keeps.
 
     Raises:
-        ValueError: where not even one carry and one step's tape fit.
+        RematError: (also a `ValueError`) where not even one carry and one step's tape fit.
 
     Example:
         >>> from remat.schedules import auto
@@ -38,7 +39,7 @@ def auto(n: int, budget: int, state_bytes: int, tape_bytes: int) -> Schedule:
         best = min(best or (again, k, c), (again, k, c))
     if best is None:
         need = state_bytes + tape_bytes
-        raise ValueError(
+        raise WrongValue(
             f"checkpoints='auto': a budget of {budget:,} bytes cannot hold one carry ({state_bytes:,}) and "
             f"one step's tape ({tape_bytes:,}); at least {need:,} are needed."
         )

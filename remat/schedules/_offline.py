@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from remat.schedules._counts import Stats, counted
+from remat.transforms import WrongType, WrongValue
 from remat.transforms.scan import Action, Advance, Free, Restore, Reverse, Store
 
 
@@ -46,7 +47,7 @@ def advances(n: int, c: int) -> int:
         15
     """
     if n < 1 or c < 1:
-        raise ValueError(f"advances: got n={n}, c={c}; at least one step and one slot are needed.")
+        raise WrongValue(f"advances: got n={n}, c={c}; at least one step and one slot are needed.")
     r = repetitions(n, c)
     return r * n - beta(c + 1, r - 1)
 
@@ -79,7 +80,7 @@ class Schedule:
 
     def _known(self, n: int | None) -> int:
         if n is None:
-            raise ValueError(
+            raise WrongValue(
                 f"{self} needs to know the number of steps; for a loop of unknown length take Online."
             )
         return n
@@ -298,7 +299,7 @@ class Multilevel(Revolve):
 
     def __post_init__(self) -> None:
         if self.device < 0 or self.host < 0:
-            raise ValueError(
+            raise WrongValue(
                 f"Multilevel: got device={self.device}, host={self.host}; both must be at least 0."
             )
         object.__setattr__(self, "slots", self.device + self.host)
@@ -331,7 +332,7 @@ class Segmented(Schedule):
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise ValueError(f"Segmented: got length={self.length}; a segment has at least one step.")
+            raise WrongValue(f"Segmented: got length={self.length}; a segment has at least one step.")
 
     def in_blocks(self, size: int, n: int) -> Schedule | None:
         return None if self.length % size else self
@@ -383,7 +384,7 @@ def check_checkpoints(checkpoints: object) -> None:
     """Raise unless `as_schedule` makes a schedule of it; Dynamo traces this."""
     if isinstance(checkpoints, str):
         if checkpoints not in ("all", "sqrt"):
-            raise ValueError(
+            raise WrongValue(
                 f"checkpoints: got {checkpoints!r}; write 'all', 'sqrt', 'auto', a number of carries or a "
                 "schedule from remat.schedules."
             )
@@ -394,6 +395,6 @@ def check_checkpoints(checkpoints: object) -> None:
 def check_slots(c: object) -> None:
     """Raise unless `c` is a number of slots."""
     if not isinstance(c, int) or isinstance(c, bool):
-        raise TypeError(f"checkpoints: got {c!r}; a number of carries is an int.")
+        raise WrongType(f"checkpoints: got {c!r}; a number of carries is an int.")
     if c < 1:
-        raise ValueError(f"checkpoints: got {c}; at least one carry must be kept, the initial one.")
+        raise WrongValue(f"checkpoints: got {c}; at least one carry must be kept, the initial one.")

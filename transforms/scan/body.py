@@ -16,7 +16,7 @@ import torch
 from remat.transforms.closure import ClosureConversion, StrayWatch, made_inside, refuse_strays, swapping
 from remat.transforms.compat import function_modes, functions_as_they_are, is_wrapped, unwrapped
 from remat.transforms.context import active
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, WrongType, WrongValue
 from remat.transforms.intermediates import Refusal, current, only
 from remat.transforms.pytree import Spec, flatten, merge, paths, unflatten
 from remat.transforms.scan.spec import Leaves, ScanSpec, Structure, Tensors, kind_of
@@ -134,7 +134,7 @@ class Body:
         if self.ys is None:
             self.ys = found
         if found != self.ys:
-            raise TypeError(
+            raise WrongType(
                 f"{name}: y is {[_say(kind) for kind in found.kinds]} in this step and was "
                 f"{[_say(kind) for kind in self.ys.kinds]} in the first; ys are stacked and must not change."
             )
@@ -176,16 +176,16 @@ def name_of(what: str, function: Any) -> str:
 def check_count(name: str, what: str, count: Any) -> None:
     """A number of steps as a user writes it."""
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
-        raise ValueError(f"{name}: got {what}={count!r}; a number of steps is an int of at least 0.")
+        raise WrongValue(f"{name}: got {what}={count!r}; a number of steps is an int of at least 0.")
 
 
 def check_budget(name: str, checkpoints: Any, budget: Any) -> None:
     """A budget goes with "auto", and "auto" with a budget."""
     if isinstance(checkpoints, str) and checkpoints == "auto":
         if budget is None:
-            raise ValueError(f"{name}: checkpoints='auto' needs a budget in bytes: write budget='64MiB'.")
+            raise WrongValue(f"{name}: checkpoints='auto' needs a budget in bytes: write budget='64MiB'.")
     elif budget is not None:
-        raise ValueError(f"{name}: budget={budget!r} goes with checkpoints='auto', not {checkpoints!r}.")
+        raise WrongValue(f"{name}: budget={budget!r} goes with checkpoints='auto', not {checkpoints!r}.")
 
 
 def rows_of(name: str, xs: Any, length: int | None) -> tuple[list[torch.Tensor], Any]:
@@ -199,7 +199,7 @@ def rows_of(name: str, xs: Any, length: int | None) -> tuple[list[torch.Tensor],
             rows.append(row)
         elif row is not None:
             got = "a tensor without dimensions" if isinstance(row, torch.Tensor) else type(row).__name__
-            raise TypeError(
+            raise WrongType(
                 f"{name}: xs{paths(xs)[i]} is {got}; xs are tensors of shape [length, ...]. A constant "
                 "belongs in the carry or in a closure."
             )
@@ -207,12 +207,12 @@ def rows_of(name: str, xs: Any, length: int | None) -> tuple[list[torch.Tensor],
     if length is not None:
         sizes.append(length)
     if not sizes:
-        raise ValueError(f"{name}: xs has no tensor; write length=...")
+        raise WrongValue(f"{name}: xs has no tensor; write length=...")
     for size in sizes:
         if size != sizes[0]:
             names = [f"xs{path}" for path, leaf in zip(paths(xs), leaves) if leaf is not None]  # noqa: B905
             said = ", ".join([f"{n} has {s}" for n, s in zip([*names, "length"], sizes)])  # noqa: B905
-            raise ValueError(f"{name}: the numbers of steps differ: {said}; all must be the same.")
+            raise WrongValue(f"{name}: the numbers of steps differ: {said}; all must be the same.")
     return rows, sizes[0]
 
 
@@ -221,7 +221,7 @@ def pair_of(name: str, out: Any) -> tuple[Any, Any]:
     if isinstance(out, tuple) and len(out) == 2:
         return out
     got = f"a tuple of length {len(out)}" if isinstance(out, tuple) else type(out).__name__
-    raise TypeError(
+    raise WrongType(
         f"{name}: the body returned {got}; it must return a pair (carry, y), y None where nothing is to be "
         "stacked."
     )
@@ -231,14 +231,14 @@ def carry_of(name: str, tree: Any, given: Structure) -> Leaves:
     """The leaves of a carry that a body returned, if it is as the one that came in."""
     leaves, spec = flatten(tree)
     if spec != given.spec:
-        raise TypeError(
+        raise WrongType(
             f"{name}: the body returned a carry of structure {_outline(spec, len(leaves))}, but the carry "
             f"that came in has {_outline(given.spec, len(given.kinds))}. They must be equal."
         )
     for i in range(len(leaves)):
         kind = kind_of(leaves[i])
         if kind != given.kinds[i]:
-            raise TypeError(
+            raise WrongType(
                 f"{name}: carry{_paths(given)[i]} came in as {_say(given.kinds[i])} and was returned as "
                 f"{_say(kind)}. A carry must have the same shape, dtype and Python type at every step. "
                 "Cast or reshape the initial value, or what the body returns."
@@ -251,7 +251,7 @@ def ys_of(name: str, tree: Any) -> tuple[Leaves, Spec]:
     leaves, spec = flatten(tree)
     for i in range(len(leaves)):
         if leaves[i] is not None and not isinstance(leaves[i], torch.Tensor):
-            raise TypeError(
+            raise WrongType(
                 f"{name}: y{paths(tree)[i]} is {_say(type(leaves[i]))}; the ys are stacked, so they must be "
                 "tensors (or None for nothing): write torch.as_tensor(...)."
             )

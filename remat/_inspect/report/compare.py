@@ -113,6 +113,8 @@ def compare(
         >>> [(policy, each.kept_bytes, each.recomputed.ops) for policy, each in found.rows]
         [(save_nothing, 0, 2), (save_everything, 32, 0)]
     """
+    if isinstance(policies, Policy):
+        raise RematError(f"compare(policies={policies!r}) takes several: write policies=[{policies!r}].")
     chosen = BUILT_IN if policies is None else tuple(map(as_policy, policies))
     if not chosen:
         raise RematError("compare(fn, policies=[]): give at least one policy, such as save_matmuls.")

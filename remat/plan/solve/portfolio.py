@@ -181,10 +181,13 @@ def check_feasible(corners: list[Solution], budget: float) -> None:
             "twice made it inside an in-place chain. Keep that op out of the region, or write out of place."
         )
     if budget < corners[0].bytes:
+        share = (
+            f" (An int is bytes; for {budget:.0f} % write budget={budget / 100}.)" if budget <= 100 else ""
+        )
         raise RematError(
             f"A budget of {int(budget):,} bytes cannot be met. At least {corners[0].bytes:,} bytes must be "
             "kept: the region's own inputs, and results of ops that must not run twice. "
-            f"Write budget={corners[0].bytes} or more."
+            f"Write budget={corners[0].bytes} or more.{share}"
         )
 
 
