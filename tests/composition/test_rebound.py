@@ -1,4 +1,4 @@
-"""Variables and attributes that are bound anew between forward and pull-back: as torch.func has it without remat."""
+"""Variables and attributes that are bound anew between forward and pull-back change no derivative."""
 
 from __future__ import annotations
 
@@ -122,55 +122,6 @@ def counter(net: nn.ModuleList, x: Tensor, r: Wrap) -> Tensor:
 _CELLS = (cell, cell_numbers, cell_function)
 _OTHERS = (global_module, class_and_module, attribute, training, submodule, counter)
 PROGRAMS: dict[str, Any] = {f.__name__: f for f in (*_CELLS, *_OTHERS)}
-
-
-def run(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.layer(x) * self.scale)
-
-    runner: Any = Runner()
-    block = r(runner.run)
-    for i, layer in enumerate(net):
-        runner.layer, runner.scale = layer, i + 1
-        x = block(x)
-    return x
-
-
-def training(net: nn.ModuleList, x: Tensor, r: Wrap) -> Tensor:
-    norm = nn.BatchNorm1d(4, affine=False, track_running_stats=False).double()
-    drop = nn.Sequential(nn.Dropout(1.0), norm)
-    for on in (False, True, False):
-        drop.train(on)
-        x = r(lambda x: drop(net[0](x)) + x)(x)
-    return x
-
-
-def submodule(net: nn.ModuleList, x: Tensor, r: Wrap) -> Tensor:
-    holder: Any = nn.Module()
-    block = r(lambda x: torch.tanh(holder.layer(x)))
-    for layer in net:
-        holder.layer = layer
-        x = block(x)
-    return x
-
-
-def counter(net: nn.ModuleList, x: Tensor, r: Wrap) -> Tensor:
-    """The function itself binds it anew, once a call."""
-    seen: Any = types.SimpleNamespace(calls=0)
-
-    def block(x: Tensor) -> Tensor:
-        seen.calls += 1
-        return torch.tanh(net[0](x) * seen.calls)
-
-    wrapped = r(block)
-    return wrapped(wrapped(x)) * seen.calls
-
-
-PROGRAMS: dict[str, Any] = {
-    f.__name__: f
-    for f in (
-        cell, cell_numbers, cell_function, global_module, class_and_module, attribute, training, submodule, counter
-    )
-}  # fmt: skip
 
 
 def run(program: Any, r: Wrap, transform: str) -> Any:
