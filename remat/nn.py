@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 
 from remat._api import remat
+from remat._blocks import LayerError as LayerError
+from remat._blocks import Layers as Layers
+from remat._blocks import fitting
+from remat._blocks import regions as regions_of
 from remat._region import ModuleView
 from remat.policies import Policy, PolicyLike, policy_given, save_nothing
 from remat.transforms import RematError, blank, names_of, set_class, subclass, subclasses, unannounced
@@ -21,23 +24,6 @@ from remat.transforms import RematError, blank, names_of, set_class, subclass, s
 __all__ = ["LayerError", "apply", "apply_to", "regions", "remove"]
 
 M = TypeVar("M", bound=torch.nn.Module)
-Layers = str | Iterable[str] | type | tuple[type, ...] | Callable[[str, torch.nn.Module], bool]
-
-
-class LayerError(RematError, ValueError):
-    """A description of layers that fits no module of the model.
-
-    It is a `RematError` and a `ValueError`.
-
-    Example:
-        >>> import torch
-        >>> from remat import nn
-        >>> try:
-        ...     nn.apply(torch.nn.Sequential(torch.nn.Linear(2, 2)), layers="*.h.*")
-        ... except nn.LayerError as error:
-        ...     print("lists of modules in it: '*'" in str(error))
-        True
-    """
 
 
 def apply(
@@ -60,7 +46,8 @@ def apply(
         policy: what the regions keep; anything that `remat(policy=...)` accepts.
         layers: which submodules. A pattern (or several) for their qualified names, in which `*` stands for
             anything. If a module and its parent both fit, the parent is taken. Or a class or classes of
-            modules. Or a function of the qualified name and the module.
+            modules. Or a module, or several of them (a `ModuleList`, too). Or a function of the qualified
+            name and the module.
         every: take the first of every so many of them.
         plan: a `remat.plan.MeshPlan`, or the path of one, in place of `policy`, `layers` and `every`: the
             blocks that it names become regions. In a process group all ranks must call this together.
@@ -92,20 +79,9 @@ def apply(
         raise LayerError(
             f"remat.nn.apply(every={every!r}): every is 1 or more; write every=2 for every second."
         )
-    modules = dict(_named(model))
     for name in fitting(model, layers)[::every]:
-        apply_to(modules[name], policy=policy, **options)
+        apply_to(model.get_submodule(name), policy=policy, **options)
     return model
-
-
-def fitting(model: torch.nn.Module, layers: Layers) -> list[str]:
-    """Qualified names of the outermost submodules that `layers` means."""
-    chosen = _outermost({name: module for name, module in _named(model) if _fits(layers, name, module)})
-    if not chosen:
-        raise LayerError(_no_layer(model, layers))
-    if lists := [name for name, module in chosen.items() if isinstance(module, _LISTS)]:
-        raise LayerError(_only_a_list(lists[0], chosen[lists[0]], layers))
-    return list(chosen)
 
 
 def settings_of(module: torch.nn.Module) -> dict[str, Any] | None:
@@ -193,11 +169,7 @@ def regions(model: torch.nn.Module) -> list[str]:
         >>> nn.regions(nn.apply(model, layers=torch.nn.Linear))
         ['0']
     """
-    return [name for name, module in _named(model) if isinstance(module, Region)]
-
-
-def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    return cast("Iterator[tuple[str, torch.nn.Module]]", model.named_modules())
+    return regions_of(model)
 
 
 @unannounced
@@ -249,39 +221,6 @@ def remove_from(module: torch.nn.Module) -> None:
         del module.__dict__["_remat_settings"]
 
 
-def _fits(layers: Layers, name: str, module: torch.nn.Module) -> bool:
-    if isinstance(layers, torch.nn.Module):
-        kind = type(layers).__name__
-        raise LayerError(
-            f"remat.nn.apply(layers=...) got a {kind}. Write layers={kind}, its class, or "
-            "remat.nn.apply_to(module)."
-        )
-    if isinstance(layers, (str, type)):
-        return _fits_one(layers, name, module)
-    if callable(layers):
-        return bool(name) and layers(name, module)
-    return any(_fits_one(one, name, module) for one in layers)
-
-
-def _fits_one(one: Any, name: str, module: torch.nn.Module) -> bool:
-    if isinstance(one, type):
-        return isinstance(module, one)
-    # With a dot in front "*.layers.*" fits the layers of a model that is not inside another.
-    return bool(name) and (fnmatch.fnmatchcase(name, one) or fnmatch.fnmatchcase(f".{name}", one))
-
-
-def _outermost(modules: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    def inside(name: str) -> bool:
-        parts = name.split(".")
-        return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))
-
-    return {name: module for name, module in modules.items() if not inside(name)}
-
-
-# Modules that hold others and are never called themselves.
-_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
-
-
 def _no_model(name: str, model: Any, args: tuple[Any, ...] = ()) -> str:
     if args:
         option = "policy" if isinstance(args[0], Policy) else "layers"
@@ -292,24 +231,4 @@ def _no_model(name: str, model: Any, args: tuple[Any, ...] = ()) -> str:
     return (
         f"remat.nn.{name} takes a module, got a {type(model).__name__}. For a function write "
         "remat(fn, policy=...)."
-    )
-
-
-def _only_a_list(name: str, module: torch.nn.Module, layers: Layers) -> str:
-    return (
-        f"remat.nn.apply(layers={layers!r}) hits {name or 'the model itself'}, a {type(module).__name__}, "
-        "which nobody calls: a region of it would do nothing. Write "
-        f"layers={(f'{name}.*' if name else '*')!r} for what is in it."
-    )
-
-
-def _no_layer(model: torch.nn.Module, layers: Layers) -> str:
-    lists = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
-    found = [f"{name}.*" if name else "*" for name, module in _named(model) if isinstance(module, lists)]
-    hint = (
-        f"lists of modules in it: {', '.join(map(repr, found[:8]))}" if found else "it has no list of modules"
-    )
-    return (
-        f"remat.nn.apply(layers={layers!r}): no submodule of {type(model).__name__} fits; {hint}. Write a "
-        "pattern for qualified names, a class of modules, or a function of name and module."
     )

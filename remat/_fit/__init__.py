@@ -1,6 +1,5 @@
 """`remat.fit`: a model made to fit a peak, in one call."""
 
-from remat._fit.blocks import blocks_of  # the names of a model's blocks
 from remat._fit.fitting import (
     Fit,  # what `fit` did
     fit,  # make a model's step fit a peak

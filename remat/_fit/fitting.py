@@ -6,32 +6,18 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from remat import nn
+from remat._blocks import largest_class, listed, no_blocks
 from remat._core import DEVICES, format_bytes, joined_keywords, keywords_apart
-from remat._fit.blocks import blocks_of
 from remat._fit.held import HeldBytes, held_by
-from remat._fit.policy import Fitted
 from remat._fit.report import Fit
-from remat.plan import (
-    READY,
-    BudgetPolicy,
-    Chosen,
-    CostModel,
-    Graph,
-    Plan,
-    Portfolio,
-    WholeStep,
-    check_peak,
-    cost_model,
-    plans_by_budget,
-    step_of,
-)
-from remat.policies import Policy, policy_given
+from remat._fit.way import ModelStep, Way, name_of, ready_policies
+from remat.plan import Chosen, CostModel, check_peak, cost_model
+from remat.policies import Policy
 from remat.transforms import RematError, tree_leaves
 
 
@@ -65,7 +51,8 @@ def fit(
         args, keywords: what it is called with in a step.
         peak: the most bytes that may be live at once in a step, such as "20GiB".
         headroom: instead of `peak`: bytes of the device's memory that are to stay free.
-        layers: the blocks, as for `remat.nn.apply`; left out, they are found: lists of modules of one class.
+        layers: the blocks, as for `remat.nn.apply`. Left out, they are found: lists of modules of one class,
+            or the lists inside of those, whatever is cheaper; else the class that has most parameters.
         policies: policies of yours that compete, beside the ready ones; a dict gives them names.
         optimizer: what updates the model, or "adamw", "sgd", "momentum": its state counts.
         loss: a function of the model's result whose value is differentiated. Left out: the result's `loss`,
@@ -94,58 +81,67 @@ def fit(
     limit = _limit(peak, headroom, (model, args, given), device)
     held = held_by(model, (args, given), optimizer, shards)
     _check_held(held, limit)
-    names, modules = _blocks(model, layers)
-    accumulating = held.gradients > 0
-    # Regions of the user's come back where nothing is applied, and where something raises.
-    with _regions(list(modules)) as settle:
-        step = step_of(
-            _step(model, loss),
-            args,
-            given,
-            wanted=plans_by_budget,
-            device=device,
-            accumulating=accumulating,
-            shards=shards,
-        )
-        _check_differentiated(model, step)
-        portfolio = Portfolio(step, cost_model(cost, device), _ready(policies))
-        plain = portfolio.plain()
-        chosen = plain if plain.peak + held.bytes <= limit else portfolio.within(limit - held.bytes)
-        if chosen is None:
-            raise _out_of_reach(limit, held, portfolio.leanest(), plain)
-        policy_of = _policies(portfolio, chosen)
-        settle(policy_of)
-    applied = [name for name, module in zip(names, modules, strict=True) if policy_of.get(module) is not None]
+    step = ModelStep(model, args, given, loss, device, held.gradients > 0, shards)
+    ways = _ways(step, layers, limit - held.bytes, cost_model(cost, device), ready_policies(policies))
+    fits = [way for way in ways if way.chosen is not None]
+    if not fits:
+        leanest = min(ways, key=lambda way: way.portfolio.leanest().peak)
+        raise _out_of_reach(limit, held, leanest.portfolio.leanest(), leanest.plain)
+    way = min(fits, key=lambda way: way.price)
+    chosen = way.chosen
+    assert chosen is not None
+    layers_of = {name: name_of(policy) for name, policy in way.settled().items() if policy is not None}
     return Fit(
         model=model,
-        applied=tuple(applied),
+        applied=tuple(layers_of),
         limit=limit,
         peak_bytes=chosen.peak + held.bytes,
-        plain_bytes=plain.peak + held.bytes,
+        plain_bytes=way.plain.peak + held.bytes,
         held=held,
         cost=chosen.cost,
-        unit=portfolio.model.unit,
-        binds=step.binding(chosen.choices),
-        policies=dict(Counter([_named(p) for p in policy_of.values() if p is not None]).most_common()),
+        unit=way.portfolio.model.unit,
+        binds=way.step.binding(chosen.choices, way.called),
+        policies=dict(Counter(layers_of.values()).most_common()),
+        layers=layers_of,
+        notes=tuple(way.notes()),
         seconds=time.perf_counter() - start,
+        step=step,
     )
 
 
-def _step(model: torch.nn.Module, loss: Callable[[Any], Any] | None) -> Callable[..., Any]:
-    """The model with what is differentiated in front; the caller holds the rest of its result."""
+def _ways(
+    step: ModelStep, layers: nn.Layers | None, limit: int, model: CostModel, ready: dict[str, Policy]
+) -> list[Way]:
+    """The model cut into blocks and planned, in each way that is worth a try."""
+    tried: list[Way] = []
+    for names in _cuts(step.model, layers, tried):
+        try:
+            way = Way(step, names, limit, model, ready)
+        except RematError:
+            if not tried:
+                raise
+            continue
+        tried.append(way)
+        if way.chosen is way.plain:
+            break
+    return tried
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        out = model(*args, **kwargs)
-        found = getattr(out, "loss", None) if loss is None else loss(out)
-        if loss is not None:
-            _check_loss(found, out)
-        if found is None:
-            return out
-        rest = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t is not found]
-        return found, [t.detach() for t in rest]
 
-    step.__name__ = type(model).__name__
-    return step
+def _cuts(model: torch.nn.Module, layers: nn.Layers | None, tried: list[Way]) -> Iterator[list[str]]:
+    """Blocks as they are described; else as they are found, and the largest class where nothing else fits."""
+    if layers is not None:
+        yield nn.fitting(model, layers, "remat.fit")
+        return
+    cuts = 0
+    for names in listed(model):
+        cuts += 1
+        yield names
+    if any(way.chosen is not None for way in tried) or nn.regions(model):
+        return
+    if names := largest_class(model):
+        yield names
+    elif not cuts:
+        raise no_blocks(model)
 
 
 def _check_module(model: Any) -> None:
@@ -154,62 +150,6 @@ def _check_module(model: Any) -> None:
             f"remat.fit takes a module, got {model!r} of type {type(model).__name__}. For a function of "
             "regions write remat.plan_model(fn, *args, peak=...)."
         )
-
-
-def _blocks(model: torch.nn.Module, layers: nn.Layers | None) -> tuple[list[str], list[torch.nn.Module]]:
-    found = blocks_of(model) if layers is None else nn.fitting(model, layers)
-    modules = dict(model.named_modules())
-    return found, [modules[name] for name in found]
-
-
-@contextmanager
-def _regions(modules: list[torch.nn.Module]) -> Iterator[Callable[[dict[Any, Policy | None]], None]]:
-    """Blocks as regions that can be met; what is settled on stays, else what was there before comes back."""
-    before = [(module, nn.settings_of(module)) for module in modules]
-    settled: list[dict[Any, Policy | None]] = []
-    try:
-        for module in modules:
-            nn.apply_to(module, policy=BudgetPolicy(1.0))
-        yield settled.append
-    finally:
-        for module, settings in before:
-            nn.remove_from(module)
-            if settled and (policy := settled[0].get(module)) is not None:
-                nn.apply_to(module, **{**(settings or {}), "policy": policy})
-            elif not settled and settings is not None:
-                nn.apply_to(module, **settings)
-
-
-def _policies(portfolio: Portfolio, chosen: Chosen) -> dict[Any, Policy | None]:
-    """The policy of each block; one that is called several times keeps what its leanest call keeps."""
-    step, found = portfolio.step, {}
-    for name, graph, owner, choice in zip(step.names, step.graphs, step.owners, chosen.choices, strict=True):
-        before = found.get(owner)
-        if before is None or choice.kept < before[0].kept:
-            found[owner] = choice, graph, name
-    policies: dict[Any, Policy | None] = {}
-    made: dict[Any, Policy | None] = {}
-    for owner, (choice, graph, name) in found.items():
-        key = id(graph), choice
-        if key not in made:
-            way = portfolio.carrier(graph, choice, name)
-            made[key] = _fitted(way, portfolio.model, graph) if isinstance(way, Plan) else way
-        policies[owner] = made[key]
-    return policies
-
-
-def _fitted(plan: Plan, model: CostModel, graph: Graph) -> Fitted:
-    share = min(1.0, plan.kept_bytes / max(plan.default_bytes, 1))
-    return Fitted(share, model, plan_made=plan, sizes=graph.joint.storages)
-
-
-def _ready(policies: Mapping[str, Policy] | Sequence[Policy]) -> dict[str, Policy]:
-    given = policies if isinstance(policies, Mapping) else {_named(p): p for p in policies}
-    return {**READY, **{name: policy_given(policy) for name, policy in given.items()}}
-
-
-def _named(policy: Policy) -> str:
-    return next((name for name, ready in READY.items() if ready is policy), repr(policy))
 
 
 def _limit(peak: Any, headroom: Any, roots: Any, device: Any) -> int:
@@ -248,29 +188,6 @@ def _check_held(held: HeldBytes, limit: int) -> None:
             f"{format_bytes(held.bytes)}: {held}. Recomputation does not make that smaller: write a "
             "higher peak, shard the model, or train fewer of its parameters."
         )
-
-
-def _check_differentiated(model: torch.nn.Module, step: WholeStep) -> None:
-    if step.outside.differentiated or any(graph.joint.differentiated for graph in step.graphs):
-        return
-    raise RematError(
-        f"Nothing in this step of {type(model).__name__} has a gradient: no parameter and no argument "
-        "requires one, or gradients are off. Write model.requires_grad_() or x.requires_grad_(), outside of "
-        "torch.inference_mode()."
-    )
-
-
-def _check_loss(found: Any, out: Any) -> None:
-    if not any(map(_has_gradient, tree_leaves(found))) and any(map(_has_gradient, tree_leaves(out))):
-        kind = "a tensor without a gradient" if isinstance(found, torch.Tensor) else type(found).__name__
-        raise RematError(
-            f"remat.fit: loss gave {kind}, so nothing in the step would be differentiated. Let it return a "
-            "tensor that is computed from the model's result, such as lambda out: out.square().mean()."
-        )
-
-
-def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 def _out_of_reach(limit: int, held: HeldBytes, leanest: Chosen, plain: Chosen) -> RematError:

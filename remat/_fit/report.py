@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from remat import nn
 from remat._core import format_bytes
 from remat._fit.held import HeldBytes
+
+# So many groups of layers are named.
+_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Fit:
         cost, unit: price of what runs again in one step, such as 0.012 s.
         binds: what lives at the peak.
         policies: how many blocks have which policy.
+        layers: the policy of each block that is a region now, by its name.
+        notes: what else is to be known of the plan.
         seconds: time that it took.
 
     Example:
@@ -46,7 +53,10 @@ class Fit:
     unit: str
     binds: str
     policies: dict[str, int]
+    layers: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False, repr=False)
+    step: Any = field(default=None, compare=False, repr=False)
 
     @property
     def per_gib(self) -> float:
@@ -61,17 +71,54 @@ class Fit:
     def __str__(self) -> str:
         before, limit = format_bytes(self.plain_bytes), format_bytes(self.limit)
         held = f"  held throughout: {format_bytes(self.held.bytes)} ({self.held})"
+        notes = [f"  note: {note}" for note in self.notes]
         if not self.applied:
-            return f"{type(self.model).__name__} fits as it is: peak {before} of {limit}\n{held}"
+            head = f"{type(self.model).__name__} fits as it is: peak {before} of {limit}"
+            return "\n".join([head, held, *notes])
         unit = "ms" if self.unit == "s" else self.unit
         cost = self.cost * (1e3 if self.unit == "s" else 1.0)
-        rows = [f"  {count} x {name}" for name, count in self.policies.items()]
+        names: dict[str, list[str]] = {}
+        for name, policy in self.layers.items():
+            names.setdefault(policy, []).append(name)
         return "\n".join(
             [
                 f"{type(self.model).__name__}: peak {format_bytes(self.peak_bytes)} of {limit} ({before} "
                 f"without remat), {cost:.4g} {unit} more a step, {self.per_gib:.4g} {unit} per GiB",
                 f"  at the peak: {self.binds}",
                 held,
-                *rows,
+                *[f"  {_ranges(found)}: {policy}" for policy, found in names.items()],
+                *notes,
             ]
         )
+
+
+def _ranges(names: Sequence[str]) -> str:
+    """Names in few words: those that differ in one number alone, and follow each other, as "layers.0-3"."""
+    found: list[tuple[str, int, int, str]] = []
+    for name in names:
+        head, number, tail = _numbered(name)
+        if found and number >= 0:
+            before = found[-1]
+            if (before[0], before[3]) == (head, tail) and before[2] + 1 == number:
+                found[-1] = head, before[1], number, tail
+                continue
+        found.append((head, number, number, tail))
+    parts = [
+        f"{head}{first}{f'-{last}' if last > first else ''}{tail}" if first >= 0 else head
+        for head, first, last, tail in found
+    ]
+    return (
+        ", ".join(parts)
+        if len(parts) <= _SHOWN
+        else f"{', '.join(parts[:_SHOWN])} and {len(parts) - _SHOWN} more"
+    )
+
+
+def _numbered(name: str) -> tuple[str, int, str]:
+    """A name in front of its last number, the number (-1 where there is none), and behind it."""
+    parts = name.split(".")
+    at = next((k for k in reversed(range(len(parts))) if parts[k].isdigit()), -1)
+    if at < 0:
+        return name, -1, ""
+    head, tail = ".".join(parts[:at]), ".".join(parts[at + 1 :])
+    return f"{head}." if head else "", int(parts[at]), f".{tail}" if tail else ""

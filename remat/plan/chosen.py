@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,10 +10,13 @@ from remat.plan.chain import Chain, Choice, Measure, Stage, best_parts
 from remat.plan.compared import saved_by
 from remat.plan.graph import CostModel, Graph
 from remat.plan.plans import Plan
-from remat.plan.solve import Solved, complete, margin_of
+from remat.plan.solve import Solved, complete, keep_all, margin_of
 from remat.plan.step import WholeStep
-from remat.policies import Policy
+from remat.policies import Policy, save_nothing
 from remat.transforms import RematError
+
+# So often the search is asked; and what part of a limit is too little to ask again.
+_TRIES, _CLOSE = 5, 100
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,14 @@ class Portfolio:
         found: list[Choice] = []
         for name, policy in self.policies.items():
             solution = complete(measure.problem, saved_by(policy, measure.graph, measure.problem))
-            if solution is not None:
+            # Where Python runs again as a whole, what is kept beside is of no use.
+            if solution is not None and (measure.graph.joint.hooked or policy is save_nothing):
                 found.append(Ready(**vars(measure.choice(solution)), name=name))
         return found
 
     def of(self, choices: Sequence[Choice]) -> Chosen:
-        """These choices, measured."""
+        """These choices, measured; calls of one module have the same."""
+        choices = self._together(choices)
         return Chosen(tuple(choices), self.step.peak(choices), sum(choice.cost for choice in choices))
 
     def plain(self) -> Chosen:
@@ -81,28 +86,89 @@ class Portfolio:
             return None
         return plan_of(graph, self.model, choice, region)
 
+    def planned(self, graph: Graph, choice: Choice, region: str) -> Plan:
+        """The same as a plan: a ready policy's, or one that recomputes nothing where there is no region."""
+        if choice.saved or choice.cost:
+            return plan_of(graph, self.model, choice, region)
+        everything = keep_all(graph.problem(self.model))
+        kept = frozenset[int]() if everything is None else everything.saved
+        return plan_of(graph, self.model, replace(choice, saved=kept), region)
+
     def leanest(self) -> Chosen:
         """The lowest peak found."""
-        low = Chain(self.stages).lowest(nested=False)
-        found = self.within(low)
+        found = self.within(self._lowest)
         everywhere = [*self.uniform().values(), *([found] if found else ())]
         return min(everywhere, key=lambda chosen: (chosen.peak, chosen.cost))
 
     def within(self, limit: int) -> Chosen | None:
-        """The cheapest choices within a peak: never dearer than a ready policy everywhere.
+        """The cheapest choice within a peak: never dearer than a ready policy everywhere.
 
         One of those where prices do not tell the difference: it is cheaper to follow.
         """
-        stages = [_without_region(stage) for stage in self.stages]
-        parts = best_parts(Chain(stages), limit, nested=False)
-        found = [] if parts is None else [self.of([stages[p.start].choices[p.choice] for p in parts])]
         uniform = [chosen for chosen in self.uniform().values() if chosen.peak <= limit]
-        fitting = [*uniform, *[chosen for chosen in found if chosen.peak <= limit]]
+        fitting = [*uniform, *self._searched(limit)]
         cheapest = min(fitting, key=lambda chosen: chosen.cost, default=None)
         if cheapest is None or not uniform:
             return cheapest
         ready = min(uniform, key=lambda chosen: chosen.cost)
         return ready if ready.cost - cheapest.cost < self._margin and cheapest.cost else cheapest
+
+    def _searched(self, limit: int) -> Iterator[Chosen]:
+        """What the search finds within a peak.
+
+        It takes all regions to keep what several of them are given, and calls of one module to be free to
+        differ. What it finds may so have a lower peak than it is told to keep to, or a higher one.
+        """
+        chain, asked = self._chain, limit
+        for _ in range(_TRIES):
+            parts = best_parts(chain, asked, nested=False)
+            if parts is None:
+                if asked >= self._lowest:
+                    return
+                asked = self._lowest
+                continue
+            found = self.of([chain.stages[p.start].choices[p.choice] for p in parts])
+            if found.peak <= limit:
+                yield found
+                if found.cost == 0 or (limit - found.peak) * _CLOSE < limit:
+                    return
+            asked += limit - found.peak
+
+    @cached_property
+    def _chain(self) -> Chain:
+        return Chain([_without_region(stage) for stage in self.stages])
+
+    @cached_property
+    def _lowest(self) -> int:
+        return Chain(self.stages).lowest(nested=False)
+
+    def _together(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Choices of which calls of one module have the same, where they run the same ops: the leanest."""
+        groups: dict[Hashable, list[int]] = {}
+        for at, (graph, owner) in enumerate(zip(self.step.graphs, self.step.owners, strict=True)):
+            if owner is not None:
+                groups.setdefault((id(owner), graph.names, graph.joint.storages), []).append(at)
+        found = list(choices)
+        for calls in groups.values():
+            leanest = min(calls, key=lambda at: found[at].kept)
+            for at in calls if len(calls) > 1 else ():
+                found[at] = self._like(at, found[leanest])
+        return found
+
+    def _like(self, at: int, choice: Choice) -> Choice:
+        """The same choice for another call."""
+        name = choice.name if isinstance(choice, Ready) else None
+        stage = self.stages[at]
+        if not choice.saved and not choice.cost:
+            return stage.plain
+        for one in stage.choices:
+            if (name is not None and isinstance(one, Ready) and one.name == name) or (
+                name is None and one.saved == choice.saved
+            ):
+                return one
+        measure = self.step.measure(at, self.model)
+        solution = complete(measure.problem, choice.saved)
+        return stage.choices[0] if solution is None else self.step.placed(at, measure.choice(solution))
 
     @cached_property
     def _margin(self) -> float:

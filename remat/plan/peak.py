@@ -83,6 +83,9 @@ def simulated(
         ended, left = ended - left, set()
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
     forever = ended | kept if stays else ended
+    if not compiled and not joint.hooked and replayed:
+        # Python that runs again holds what it returns.
+        forever = forever | results
     backward = live_bytes(joint, order, start=kept | tangents, forever=forever, nodes=not compiled)
     inputs = size - sum(joint.storages[s] for s in kept)
     return Profile(size, forward + inputs, backward + inputs, sum(joint.storages[s] for s in left))
@@ -91,6 +94,9 @@ def simulated(
 def backward_order(graph: Graph, saved: Set[int], replayed: Set[int], compiled: bool) -> list[Op]:
     """The ops of a region's backward in order, those that run again included."""
     joint, ops = graph.joint, graph.ops
+    if not compiled and not joint.hooked and replayed:
+        # Torch.func inside refuses the hooks by which ops run again one by one: Python runs again as a whole.
+        return list(joint.ops)
     if not compiled:
         return [*(ops[k] for k in sorted(replayed) if k < len(ops)), *joint.backward]
     there = {o for k in saved if k < len(ops) for o in ops[k].outputs}
@@ -115,16 +121,21 @@ def live_bytes(
 ) -> int:
     """The most bytes live at once while `ops` run, storages being freed after their last use.
 
-    With `nodes`, what an autograd node reads and makes is freed when the node ends, as autograd does.
+    With `nodes`, what an autograd node reads and makes is freed when the node lets go of it, or ends.
     """
     last: dict[int, int] = {}
     used: dict[int, int] = {}
     ends = node_ends(ops) if nodes else {}
+    known = held_until(joint, ops, nodes=nodes)
     for step, op in enumerate(ops):
         for value in (*op.reads, *op.outputs):
             storage = joint.values[value].storage
             used[storage] = step
-            last[storage] = max(last.get(storage, -1), ends.get(op.node, step))
+            late = step if storage in known else ends.get(op.node, step)
+            last[storage] = max(last.get(storage, -1), late)
+    for storage, step in known.items():
+        if storage in last:
+            last[storage] = max(last[storage], step)
     ending: dict[int, list[int]] = {}
     for storage, step in last.items():
         if storage not in forever:
@@ -132,7 +143,7 @@ def live_bytes(
     live = set(start)
     total = most = sum(joint.storages[s] for s in live)
     for step, op in enumerate(ops):
-        if nodes and (sum_of := _added_up(joint, op)) in live and used[sum_of] == step:
+        if nodes and (sum_of := added_up(joint, op)) in live and used[sum_of] == step:
             live.remove(sum_of)
             total -= joint.storages[sum_of]
         for value in op.outputs:
@@ -148,7 +159,38 @@ def live_bytes(
     return most
 
 
-def _added_up(joint: Joint, op: Op) -> int:
+def held_until(joint: Joint, ops: Sequence[Op], *, nodes: bool) -> dict[int, int]:
+    """Until which of `ops` locals of Python, or nodes, were seen to hold storages, read or not."""
+    if not ops:
+        return {}
+    if ops[-1].forward:
+        return _held_by_locals(joint)
+    moved = len(ops) - len(joint.ops)
+    if not moved and ops[0].forward:
+        return held_throughout(joint)
+    return {s: at + moved for s, at in _held_by_nodes(joint).items()} if nodes else {}
+
+
+def held_throughout(joint: Joint) -> dict[int, int]:
+    """The same for forward and backward of a graph, without a region."""
+    return {**_held_by_locals(joint), **_held_by_nodes(joint)}
+
+
+def _held_by_locals(joint: Joint) -> dict[int, int]:
+    # Where no hooks told what is saved, what autograd keeps counted as held.
+    unknown = set() if joint.hooked else {joint.values[v].storage for v in joint.saved}
+    return {s: at for s, at in enumerate(joint.held) if at >= 0 and s not in unknown}
+
+
+def _held_by_nodes(joint: Joint) -> dict[int, int]:
+    # The recording holds the gradients that it begins with, and those that it ends in.
+    unknown = {v.storage for v in joint.values if v.origin == "tangent"}
+    unknown |= {joint.values[v].storage for v in joint.gradients}
+    first = len(joint.forward)
+    return {s: at for s, at in enumerate(joint.ends) if at >= first and s not in unknown}
+
+
+def added_up(joint: Joint, op: Op) -> int:
     """The storage that autograd writes a sum of gradients to: that of the sum so far; -1 if there is none.
 
     A recording on tensors without data shows a new tensor there, as autograd trusts none but plain ones.

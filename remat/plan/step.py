@@ -16,7 +16,7 @@ from remat._core import format_bytes
 from remat.plan.calls import Regions, looked
 from remat.plan.chain import Choice, Measure, Stage
 from remat.plan.graph import CostModel, Graph, workspace
-from remat.plan.peak import gradients_left, node_ends
+from remat.plan.peak import added_up, gradients_left, held_throughout, node_ends
 from remat.policies import Policy
 from remat.transforms import RematError
 from remat.transforms.joint import Joint, planned_for, record
@@ -63,41 +63,98 @@ class WholeStep:
 
     @cached_property
     def places(self) -> tuple[Beside, ...]:
-        """What lives outside of each region."""
-        live, base = self._live, self._base
-        places = map(live.place, range(len(self.graphs)))
+        """What lives outside of each region, where each keeps the arguments that others read as well."""
+        return self._places(self._live)
+
+    def _places(self, live: _Outside) -> tuple[Beside, ...]:
+        base, places = self._base, map(live.place, range(len(self.graphs)))
         return tuple([Beside(*[size + base for size in astuple(place)]) for place in places])
 
     @cached_property
-    def ends(self) -> tuple[int, int]:
-        """The most outside before the first region's forward, and after its backward."""
-        before, after = self._live.ends()
-        return before + self._base, after + self._base
+    def _live(self) -> _Outside:
+        return self._outside(None)
+
+    def _outside(self, needs: frozenset[tuple[int, int]] | None) -> _Outside:
+        if needs not in self._made:
+            self._made[needs] = _Outside(self.outside, self.accumulating, needs)
+        return self._made[needs]
 
     @cached_property
-    def _live(self) -> _Outside:
-        return _Outside(self.outside, self.accumulating)
+    def _made(self) -> dict[Any, _Outside]:
+        return {}
 
     @property
     def _base(self) -> int:
         """Bytes of weights outside of regions that are gathered."""
         return _weights(self.outside) if self.shards > 1 else 0
 
+    @cached_property
+    def first(self) -> tuple[bool, ...]:
+        """Whether a region's backward is the first one of its module: those after add to its gradients."""
+        later: set[int] = set()
+        found: list[bool] = []
+        for owner in reversed(self.owners):
+            found.append(owner is None or id(owner) not in later)
+            later.add(id(owner))
+        return tuple(reversed(found))
+
+    def measure(self, at: int, model: CostModel) -> Measure:
+        """What plans of region `at` take."""
+        return Measure(self.graphs[at], model, accumulating=self.accumulating or not self.first[at])
+
     def stages(self, model: CostModel, more: Callable[[Measure], Sequence[Choice]]) -> list[Stage]:
         """The regions in numbers, with what is outside of each; `more` gives further choices of a kind."""
-        made: dict[int, Stage] = {}
-        for graph in self.graphs:
-            if id(graph) not in made:
-                measure = Measure(graph, model, accumulating=self.accumulating)
-                stage = graph.solved.made(("stage", model, self.accumulating), measure.stage)
-                choices = (*more(measure), *stage.choices)
-                made[id(graph)] = replace(stage, choices=choices, gradients=stage.gradients // self.shards)
-        pairs = zip(self.graphs, self.places, strict=True)
-        return [_placed(made[id(g)], place, self._gathered(g)) for g, place in pairs]
+        made: dict[tuple[int, bool], Stage] = {}
+        found: list[Stage] = []
+        for at, graph in enumerate(self.graphs):
+            first = self.first[at]
+            if (id(graph), first) not in made:
+                measure = self.measure(at, model)
+                key = "stage", model, self.accumulating or not first
+                stage = graph.solved.made(key, measure.stage)
+                made[id(graph), first] = replace(
+                    stage,
+                    choices=(*more(measure), *stage.choices),
+                    gradients=stage.gradients // self.shards if first else 0,
+                )
+            stage = made[id(graph), first]
+            placed = [self.placed(at, choice) for choice in stage.choices]
+            found.append(replace(stage, choices=tuple(placed), plain=self.placed(at, stage.plain)))
+        return found
+
+    def placed(self, at: int, choice: Choice) -> Choice:
+        """A choice that takes the bytes outside along: the chain's sums are then those of the whole step."""
+        forward, backward = choice.alone or (choice.forward, choice.backward)
+        return self._moved(at, replace(choice, alone=(forward, backward)), self.places[at])
+
+    def _moved(self, at: int, choice: Choice, place: Beside) -> Choice:
+        assert choice.alone is not None
+        gathered, (forward, backward) = self._gathered(self.graphs[at]), choice.alone
+        return replace(
+            choice,
+            forward=max(forward + place.forward + gathered, choice.kept + place.after),
+            backward=max(backward + place.backward + gathered, choice.kept + place.before),
+        )
 
     def _gathered(self, graph: Graph) -> int:
         """Bytes of weights that are whole while a region runs."""
         return 2 * _weights(graph.joint) if self.shards > 1 else 0
+
+    def _needs(self, chosen: Sequence[Choice]) -> frozenset[tuple[int, int]]:
+        """Which regions keep which of the arguments that others read as well: region and storage."""
+        found: set[tuple[int, int]] = set()
+        for at, (graph, choice, hole) in enumerate(zip(self.graphs, chosen, self.outside.holes, strict=True)):
+            plain = not choice.saved and not choice.cost
+            saved = {graph.joint.values[v].storage for v in graph.joint.saved} if plain else set[int]()
+            for k, v in enumerate(hole.operands):
+                needed = (
+                    graph.joint.values[k].storage in saved
+                    if plain
+                    else not choice.saved.isdisjoint(graph.places((k,)))
+                )
+                if needed:
+                    found.add((at, self.outside.values[v].storage))
+        return frozenset(found)
 
     def peak(self, chosen: Sequence[Choice]) -> int:
         """The most bytes live at once in a step, where region `k` is as `chosen[k]`, outside included."""
@@ -108,27 +165,32 @@ class WholeStep:
         live = self._live
         return sum(choice.kept for choice in chosen) + live.at(live.forward, ()) + self._base
 
-    def binding(self, chosen: Sequence[Choice]) -> str:
-        """What lives at the peak, in words."""
-        return max(self.course(chosen))[1]
+    def binding(self, chosen: Sequence[Choice], names: Sequence[str] = ()) -> str:
+        """What lives at the peak, in words; `names` are those of the regions."""
+        return max(self.course(chosen, names))[1]
 
-    def course(self, chosen: Sequence[Choice]) -> Iterator[tuple[int, str]]:
+    def course(self, chosen: Sequence[Choice], names: Sequence[str] = ()) -> Iterator[tuple[int, str]]:
         """The most live in each part of the step, over what lives before it, and what that is."""
         held, made = 0, 0
-        yield self.ends[0], "what is before the blocks"
+        live = self._outside(self._needs(chosen))
+        before, after = [size + self._base for size in live.ends()]
+        places = self._places(live)
+        chosen = [self._moved(at, self.placed(at, c), places[at]) for at, c in enumerate(chosen)]
+        called = names or [f"block {at}" for at in range(len(chosen))]
+        yield before, "what is before the blocks"
         for at, choice in enumerate(chosen):
             size = held + choice.forward
-            yield size, f"the forward of block {at}, {format_bytes(held)} kept by those before"
+            yield size, f"the forward of {called[at]}, {format_bytes(held)} kept by those before"
             held += choice.kept
         for at, choice in reversed(list(enumerate(chosen))):
             held -= choice.kept
             size, joint = held + made + choice.backward, self.graphs[at].joint
             kept = f"{format_bytes(held)} kept by those before, {format_bytes(made)} of gradients"
-            yield size, f"the backward of block {at} or what is right before it, {kept}"
-            left = () if self.accumulating else gradients_left(joint)
+            yield size, f"the backward of {called[at]} or what is right before it, {kept}"
+            left = gradients_left(joint) if self.first[at] and not self.accumulating else ()
             made += sum(joint.storages[s] for s in left) // self.shards
         yield (
-            made + self.ends[1],
+            made + after,
             f"what is before the blocks in the backward, {format_bytes(made)} of gradients",
         )
 
@@ -137,19 +199,6 @@ def _weights(joint: Joint) -> int:
     """Bytes of the parameters that a graph reads."""
     held = (v for v in joint.values if v.origin == "parameter")
     return sum({v.storage: v.bytes for v in held}.values())
-
-
-def _placed(stage: Stage, place: Beside, gathered: int) -> Stage:
-    """A stage that takes the bytes outside along: the chain's sums are then those of the whole step."""
-
-    def moved(choice: Choice) -> Choice:
-        return replace(
-            choice,
-            forward=max(choice.forward + place.forward + gathered, choice.kept + place.after),
-            backward=max(choice.backward + place.backward + gathered, choice.kept + place.before),
-        )
-
-    return replace(stage, choices=tuple(map(moved, stage.choices)), plain=moved(stage.plain))
 
 
 def step_of(
@@ -218,10 +267,13 @@ def _freed(graph: Graph, free: Sequence[bool]) -> Graph:
 
 
 class _Outside:
-    """When which storages outside of the regions are live: those that the step allocates."""
+    """When which storages outside of the regions are live: those that the step allocates.
 
-    def __init__(self, joint: Joint, accumulating: bool) -> None:
-        self.joint, self.holes = joint, joint.holes
+    `needs`: which regions keep which of the arguments that others read as well; None where all do.
+    """
+
+    def __init__(self, joint: Joint, accumulating: bool, needs: frozenset[tuple[int, int]] | None) -> None:
+        self.joint, self.holes, self.needs = joint, joint.holes, needs
         self.forward = len(joint.forward)
         self.end = len(joint.ops)
         self.spans = self._spans(accumulating)
@@ -232,16 +284,18 @@ class _Outside:
         """The first and the last op of each storage."""
         joint, values = self.joint, self.joint.values
         last: dict[int, int] = {}
-        nodes = node_ends(joint.ops)
+        nodes, known = node_ends(joint.ops), held_throughout(joint)
         for at, op in enumerate(joint.ops):
             for v in (*op.reads, *op.outputs):
                 s = values[v].storage
-                last[s] = max(last.get(s, -1), nodes.get(op.node, at))
+                seen = known.get(s, -1)
+                last[s] = max(last.get(s, -1), seen if seen >= at else nodes.get(op.node, at))
         shared = _shared(joint)
-        for hole in self.holes:
+        for number, hole in enumerate(self.holes):
             for v in hole.operands:
                 if (s := values[v].storage) in shared:
-                    last[s] = max(last.get(s, -1), hole.forward, hole.backward)
+                    kept = self.needs is None or (number, s) in self.needs
+                    last[s] = max(last.get(s, -1), hole.forward, hole.backward if kept else -1)
             for v in hole.cotangents:
                 last[values[v].storage] = max(last.get(values[v].storage, -1), hole.backward - 1)
         ended = {values[v].storage for v in joint.results}
@@ -249,7 +303,14 @@ class _Outside:
             gradients_left(joint) if accumulating else set()
         )
         last |= dict.fromkeys(ended | left, self.end)
-        return {s: (joint.owner[s], at) for s, at in last.items() if joint.owner[s] >= 0}
+        for at, op in enumerate(joint.ops):
+            if last.get(summed := added_up(joint, op)) == at:
+                # From there on the sum is in this memory.
+                last[summed] = at - 1
+        found = {s: (joint.owner[s], at) for s, at in last.items() if joint.owner[s] >= 0}
+        # Who calls backward holds what it begins with.
+        begun = {v.storage for v in values if v.origin == "tangent"}
+        return found | dict.fromkeys(begun, (self.forward - 1, self.end))
 
     def _owned(self) -> dict[int, tuple[int, int]]:
         """From when to when a region counts a storage as its own."""

@@ -7,7 +7,8 @@ import torch
 
 import remat
 from remat import checkpoint_policy, nn
-from remat._fit import blocks_of, held_by
+from remat._blocks import listed
+from remat._fit import held_by
 from remat.cli.measure import trace_memory
 from remat.plan import READY, Portfolio, cost_model, plans_by_budget, step_of
 from remat.transforms import RematError
@@ -177,7 +178,7 @@ def test_what_is_held_and_what_is_said_of_a_peak_below():
 def test_regions_that_were_there_are_the_blocks_and_come_back():
     model, tokens = example()
     nn.apply(model, layers=["layers.1", "layers.2"], policy=remat.save_matmuls)
-    assert blocks_of(model) == ["layers.1", "layers.2"]
+    assert list(listed(model)) == [["layers.1", "layers.2"]]
     with pytest.raises(RematError, match="cannot be met"):
         remat.fit(model, tokens, peak=sum(p.nbytes for p in model.parameters()) + 2**20)
     assert nn.regions(model) == ["layers.1", "layers.2"]
@@ -227,4 +228,7 @@ def test_the_blocks_of_a_model_of_lists():
     model = torch.nn.Module()
     model.stages = torch.nn.ModuleList([torch.nn.ModuleList([Stage()]), torch.nn.ModuleList([Stage()])])
     model.head = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    assert blocks_of(model) == [f"stages.{k}.0.blocks.{j}" for k in range(2) for j in range(2)]
+    assert list(listed(model)) == [
+        ["stages.0.0", "stages.1.0"],
+        [f"stages.{k}.0.blocks.{j}" for k in range(2) for j in range(2)],
+    ]

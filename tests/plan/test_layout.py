@@ -367,7 +367,7 @@ def test_layouts_that_mean_nothing(options, message):
         ({"budget": 0.5}, "takes memory"),
         ({"mesh": None}, "is for mesh"),
         ({"memory": "lots"}, "memory of one device"),
-        ({"mesh": Layout(layers="*.h.*")}, "lists of modules in it: layers"),
+        ({"mesh": Layout(layers="*.h.*")}, "lists of modules in it: 'layers"),
         ({"mesh": Layout(pp=4)}, "fewer than stages"),
         ({"mesh": Layout(tp=2)}, "nothing says how Decoder is spread"),
         ({"mesh": {"tp": 2}}, "takes a remat.plan.Layout"),

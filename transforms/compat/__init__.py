@@ -17,6 +17,7 @@ from remat.transforms.compat.ambient import (
     set_data,  # give a tensor other data, of which no torch-function mode is told
     set_function_state,  # set whether torch functions ask their modes and subclasses
     set_grad_enabled,  # what torch.set_grad_enabled calls, without an object for the way back
+    storage_held,  # keeps the key of a storage from being given to another one
     storage_key,  # an address that aliases share
     switches,  # (read, write) of what changes which kernel an op picks
     torch_pytree,  # torch's module of trees, and its registry of containers
@@ -172,6 +173,7 @@ from remat.transforms.compat.modes import (
     active_modes,  # those modes, outermost first
     cond,  # the operator that torch.cond calls
     direct_call,  # what calling `op` comes down to, without the Python method in between
+    dispatch_is_off,  # whether ops reach no dispatch mode here
     fake_mode,  # the fake mode of the tensors at hand, or a new one
     fakes_watched,  # note the fake modes that are made meanwhile
     intercept_under_modes,  # run something in place of an operator where a mode is active

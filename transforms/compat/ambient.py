@@ -78,6 +78,14 @@ def storage_key(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
 
+def storage_held(tensor: torch.Tensor) -> Any:
+    """A weak reference to a storage: while it lives no other storage has that one's key."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    with functions_as_they_are():
+        return StorageWeakRef(tensor.untyped_storage())
+
+
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.data`, of which no torch-function mode is told."""
     with functions_as_they_are():

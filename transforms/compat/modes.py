@@ -161,6 +161,11 @@ def unseen(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
+def dispatch_is_off() -> bool:
+    """Whether ops reach no dispatch mode here: within torch's own making of fake tensors."""
+    return torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.Python)
+
+
 def watched() -> bool:
     """Whether saved-tensor hooks or a dispatch mode follow what runs here, as an enclosing region does."""
     return top_hooks() is not None or modes_active() > 0

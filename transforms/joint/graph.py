@@ -23,6 +23,7 @@ from remat.transforms.compat import (
     is_fake,
     outside_all_modes,
     running_node,
+    storage_held,
     storage_key,
     without_module_trackers,
 )
@@ -30,6 +31,7 @@ from remat.transforms.context import active, on_wrappers
 from remat.transforms.errors import user_line
 from remat.transforms.intermediates import only
 from remat.transforms.joint.holes import around, holes_of
+from remat.transforms.joint.lives import Lives
 from remat.transforms.joint.ops import Joint, Op, Ref, Value, noted
 from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
 from remat.transforms.ops import is_cast_of_leaf, traits
@@ -61,13 +63,16 @@ class JointRecorder(TorchDispatchMode):
         self.gradients: tuple[int, ...] = ()
         self.differentiated: tuple[int, ...] = ()
         self.in_forward = True
+        self.held: tuple[int, ...] = ()
+        self.there: set[int] = set()
         self.holes: list[Any] = []
         self.last = ("", "")
         self._number: dict[int, int] = {}
         self._storage: dict[int, int] = {}
         self._writer: dict[int, int] = {}
-        # Identities are only good while the objects live.
-        self._alive: list[torch.Tensor] = []
+        self.lives = Lives(self._number)
+        # A storage that is gone lends its address to no other one meanwhile.
+        self._kept: list[Any] = []
 
     def add(self, tensor: torch.Tensor, origin: str, producer: int = -1) -> int:
         """A new number for a tensor; of a sharded one, for this rank's part."""
@@ -80,13 +85,12 @@ class JointRecorder(TorchDispatchMode):
             # An input that is a slice does not own its base; what an op allocates is kept whole.
             owned = origin == "op" and key >= 0
             self.storages.append(at_hand(tensor.untyped_storage().nbytes()) if owned else dense)
+            self._kept.append(storage_held(tensor) if key >= 0 else tensor)
         stride = tuple(map(at_hand, tensor.stride())) if tensor.layout == torch.strided else ()
         self.values.append(
             Value(sizes_of(tensor), tensor.dtype, tensor.device, stride, self._storage[key], producer, origin)
         )
-        self._number[id(tensor)] = len(self.values) - 1
-        self._alive.append(tensor)
-        return len(self.values) - 1
+        return self.same(tensor, len(self.values) - 1)
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of a tensor; an unknown one is a capture, or another handle on a known storage.
@@ -98,10 +102,13 @@ class JointRecorder(TorchDispatchMode):
             if tensor.requires_grad and tensor.is_leaf:
                 # The part is no leaf: what the backward ends in is the gradient of the whole.
                 self.captured[id(tensor)] = tensor
-                self._alive.append(tensor)
             return number
         known = self._number.get(id(tensor))
         if known is not None:
+            outside = self.values[known].producer < 0 and self.in_forward
+            if outside and tensor.requires_grad and tensor.is_leaf:
+                # It may have been made of one that is known: a module that was moved to where it is.
+                self.captured[id(tensor)] = tensor
             return known
         stand_in = self.stand_ins.of(tensor)
         if stand_in is not tensor:
@@ -130,19 +137,34 @@ class JointRecorder(TorchDispatchMode):
     def same(self, tensor: torch.Tensor, number: int) -> int:
         """Let a tensor go by a number that exists."""
         self._number[id(tensor)] = number
-        self._alive.append(tensor)
+        self.lives.see(tensor, self.values[number].storage, not self.in_forward)
         return number
+
+    def forward_ends(self) -> None:
+        """From here on handles are those of the backward."""
+        at = len(self.ops)
+        self.held = self.lives.ends(len(self.storages), late=False, alive=at)
+        # Some entries are sparse tensors, of which nothing is known.
+        self.there = {s for s, kept in enumerate(self._kept) if getattr(kept, "expired", _never)() is False}
+        self.in_forward, self.lives.backward = False, True
 
     def forget(self) -> None:
         """Let go of all tensors: nodes that no backward has passed hold this, by their hooks."""
-        self._alive, self.captured = [], {}
+        self._kept, self.captured = [], {}
+        self.lives.forget()
         self.stand_ins.forget()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A saved-tensor hook: notes what autograd keeps."""
         self.saved[self.number(tensor)] = None
-        # An op's own result would hold on to the op that holds it: a cycle that nothing collects.
-        return tensor.detach()
+        # An op's own result would hold on to the op that holds it: a cycle that nothing collects. And whose
+        # the other handle is tells whether Python holds the tensor, too.
+        with self.lives.keeping():
+            return tensor.detach()
+
+    def unpack(self, kept: torch.Tensor) -> torch.Tensor:
+        """The other one: what a node reads, as a handle of its own that goes when the node lets go of it."""
+        return kept.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -165,8 +187,8 @@ class JointRecorder(TorchDispatchMode):
         )
         reads = {leaf.id for leaf in tree_leaves(refs) if isinstance(leaf, Ref)}
         reads |= {self._writer[s] for v in reads if (s := self.values[v].storage) in self._writer}
+        position = self.lives.now = len(self.ops)
         out = func(*args, **kwargs)
-        position = len(self.ops)
         mutated = [
             kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in facts.writes
         ]
@@ -183,6 +205,10 @@ class JointRecorder(TorchDispatchMode):
         optional = self.casts and self.in_forward and is_cast_of_leaf(func, args)
         self.ops.append(Op(*made, optional=optional, node=-1 if self.in_forward else _node()))
         return out
+
+
+def _never() -> None:
+    return None
 
 
 def _node() -> int:
@@ -230,6 +256,7 @@ def record(
             run = _run_functional if functional else functools.partial(_run, backward=backward, hooks=hooks)
             held = getattr(fn, "held", held)
             results = _trace(fn, args, kwargs or {}, recorder, run, held)
+            ends = recorder.lives.ends(len(recorder.storages), late=True, alive=len(recorder.ops))
         finally:
             around.reset(token)
             recorder.forget()
@@ -243,6 +270,8 @@ def record(
         differentiated=recorder.differentiated,
         holes=holes_of(recorder),
         hooked=hooks,
+        held=recorder.held,
+        ends=ends,
     )
 
 
@@ -302,17 +331,17 @@ def _run(
 ) -> tuple[int, ...]:
     """Forward, then `backward` from fake cotangents; returns the numbers of the results."""
     # By hooks where they are allowed: those of a recording around must not see what it saves.
-    packing = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t)
+    packing = torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack)
     with torch.enable_grad(), packing if hooks else contextlib.nullcontext():
         out = fn(*args, **kwargs)
     results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
     numbers = tuple(recorder.number(t) for t in results)
+    recorder.forward_ends()
     if not backward:
         return numbers
     active = [t for t in results if t.requires_grad]
     leaves = {id(t): t for t in (*inputs, *recorder.captured.values())}
     wanted = [t for t in leaves.values() if t.requires_grad and t.is_leaf]
-    recorder.in_forward = False
     if active and wanted:
         tangents = [torch.empty_like(t) for t in active]
         recorder.ops = [op for op in recorder.ops if op.forward]
@@ -323,7 +352,7 @@ def _run(
         recorder.differentiated = tuple(number for number, _ in graded)
         recorder.gradients = tuple(recorder.number(g) for _, g in graded)
     if not hooks:
-        recorder.saved = _read_in_backward(recorder)
+        recorder.saved = _read_in_backward(recorder, numbers)
     return numbers
 
 
@@ -337,15 +366,21 @@ def _run_functional(
     """
 
     def switch() -> None:
-        recorder.in_forward = False
+        recorder.forward_ends()
 
     fn(switch, *args, **kwargs)
     recorder.saved = _read_in_backward(recorder)
     return ()
 
 
-def _read_in_backward(recorder: JointRecorder) -> dict[int, None]:
-    """The values that the backward reads and has neither made nor been given."""
+def _read_in_backward(recorder: JointRecorder, results: Iterable[int] = ()) -> dict[int, None]:
+    """The values that the backward reads and has neither made nor been given, and what else is still there."""
     made = {o for op in recorder.ops if not op.forward for o in op.outputs}
     made |= {number for number, value in enumerate(recorder.values) if value.origin == "tangent"}
-    return {r: None for op in recorder.ops if not op.forward for r in op.reads if r not in made}
+    found = {r: None for op in recorder.ops if not op.forward for r in op.reads if r not in made}
+    known = {recorder.values[number].storage for number in (*found, *results)}
+    for number, value in enumerate(recorder.values):
+        if value.origin == "op" and value.storage in recorder.there - known:
+            known.add(value.storage)
+            found[number] = None
+    return found

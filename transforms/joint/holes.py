@@ -6,6 +6,7 @@ deep model are traced once, and not once more as parts of the whole.
 
 from __future__ import annotations
 
+import contextlib
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -44,12 +45,16 @@ class _Meta:
     grad: bool
 
 
-def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shell:
-    """What `fn(*args, **kwargs)` returns, by a run on fake tensors that no mode around sees."""
+def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: bool = True) -> Shell:
+    """What `fn(*args, **kwargs)` returns, by a run on fake tensors that no mode around sees.
+
+    Without `hooks` none are set on saved tensors: torch.func inside `fn` refuses them.
+    """
     given = {id(t): k for k, t in enumerate(_tensors(args, kwargs))}
     # What it saves is nothing to those who record around. An op's own result would hold on to the op that
     # holds it: a cycle that nothing collects.
-    with outside_all_modes(), torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+    dropping = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
+    with outside_all_modes(), dropping if hooks else contextlib.nullcontext():
         leaves, spec = flatten(on_fakes(fn, args, kwargs))
 
     def noted(leaf: Any) -> Any:

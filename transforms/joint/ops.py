@@ -135,6 +135,10 @@ class Joint:
         differentiated: those inputs, in the same order.
         holes: the calls that were left out, in order.
         hooked: whether hooks told what is saved.
+        held: for each storage the last op of the forward while Python's locals held it, -1 where none did;
+            empty where nobody looked. Where no hooks told what is saved, what autograd keeps counts as held.
+        ends: for each storage the last op of the backward while a node held a value that was made there, or
+            that it has taken out of what is kept.
         target: the kind of device that tensors without a device are planned for, "cpu" or "cuda".
 
     Nothing in it holds a tensor, a module or a function of the user's: joint graphs are kept in caches.
@@ -149,6 +153,8 @@ class Joint:
     differentiated: tuple[int, ...] = ()
     holes: tuple[Hole, ...] = ()
     hooked: bool = True
+    held: tuple[int, ...] = field(default=(), compare=False)
+    ends: tuple[int, ...] = field(default=(), compare=False)
     target: str = field(default_factory=target_kind)
 
     @functools.cached_property

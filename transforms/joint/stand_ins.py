@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from remat.transforms.closure import trial
 from remat.transforms.compat import (
     autocasting,
+    dispatch_is_off,
     fake_mode,
     function_mode_at,
     function_modes,
@@ -47,6 +48,9 @@ class StandIns(TorchFunctionMode):
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if dispatch_is_off():
+            # Torch makes a fake of a tensor that an old constructor made, such as `torch.FloatTensor([1.0])`.
+            return func(*args, **(kwargs or {}))
         args, kwargs = self.swapped(args), self.swapped(kwargs or {})
         if getattr(func, "__name__", "") in ADDRESSES:
             # Of a fake that is 0: whoever went there would end the process.

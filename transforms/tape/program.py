@@ -233,6 +233,8 @@ class Program:
                 for number, tensor in zip(step.outs, tensors_in(out), strict=True):
                     if number is not None:
                         values[number] = tensor
+                # It would live until the next op of several results: a part of a product keeps all of it.
+                tensor = None
             for place, number in step.after:
                 made[place] = values[number]
             for number in step.gone:

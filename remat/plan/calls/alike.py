@@ -120,6 +120,6 @@ def _shell(graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any) -> Shel
     """What a call of this graph returns."""
     known = _SHELLS.recall(id(graph))
     if known is None or known[0] is not graph:
-        known = graph, shell_of(fn, args, kwargs)
+        known = graph, shell_of(fn, args, kwargs, hooks=graph.joint.hooked)
         _SHELLS[id(graph)] = known
     return known[1]

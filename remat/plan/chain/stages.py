@@ -1,15 +1,15 @@
 """What one stage of a chain can do: its plans, each with its price and the bytes that it takes.
 
 The bytes are those of the engine. In eager the ops of the plan run again, all of them first, then the stage's
-backward; kept and recomputed values go after their last reader. Python's locals, which hold values a little
-longer in the forward, are not counted.
+backward; kept and recomputed values go after their last reader. What Python's locals hold longer than that is
+counted where the graph was recorded from a run of the function.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from remat.plan.graph import CostModel, Graph
 from remat.plan.peak import Profile, fresh, profile, simulated
@@ -33,6 +33,7 @@ class Choice:
         forward: the most live in the forward, the input included where it is needed.
         backward: the most live in the backward, over what others keep and parameters' gradients made before;
             kept bytes, the result's gradient and the gradients made are included.
+        alone: `forward` and `backward` without what lives outside of the stage, where that is in them.
     """
 
     saved: frozenset[int]
@@ -41,6 +42,7 @@ class Choice:
     kept: int
     forward: int
     backward: int
+    alone: tuple[int, int] | None = field(default=None, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -85,18 +87,19 @@ class Measure:
 
     def choices(self) -> tuple[Choice, ...]:
         """The plans that no other one is as good as in every respect, the one that keeps least first."""
-        found = {s.saved: s for s in frontier(self.problem)}
+        hooked = self.graph.joint.hooked
+        found = {s.saved: s for s in (frontier(self.problem) if hooked else [least(self.problem)])}
         every = sorted(
             map(self.choice, found.values()), key=lambda c: (c.kept, c.cost, c.backward, c.forward)
         )
-        least: list[Choice] = []
+        best: list[Choice] = []
         for choice in every:
             if not any(
                 c.cost <= choice.cost and c.backward <= choice.backward and c.forward <= choice.forward
-                for c in least
+                for c in best
             ):
-                least.append(choice)
-        return tuple(least)
+                best.append(choice)
+        return tuple(best)
 
     def choice(self, solution: Solution) -> Choice:
         """What one plan takes."""

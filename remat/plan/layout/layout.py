@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -40,8 +40,8 @@ class Layout:
             it, or a function of the model and the device mesh that does it in place. The mesh has those of
             the dimensions "ep" and "tp" that are above 1. None means the plan that a Hugging Face model
             brings along.
-        layers: patterns for the names of the blocks that become regions. Where `remat.nn.apply` has made
-            regions already, those are the blocks.
+        layers: patterns for the names of the blocks that become regions, as `remat.nn.apply` reads them.
+            Where that has made regions already, those are the blocks.
         split: blocks for each stage of the pipeline; None means that the plan chooses.
 
     Raises:
@@ -89,6 +89,7 @@ class Layout:
                 f"Layout(ep={self.ep}, dp_shard={self.dp_shard}): experts are spread over ranks of dp_shard, "
                 "so ep must divide it."
             )
+        self._check_layers()
         if self.pp == 1 and self.microbatches > 1:
             raise RematError(
                 f"Layout(microbatches={self.microbatches}) without a pipeline: gradients of microbatches "
@@ -99,6 +100,19 @@ class Layout:
                 f"Layout(split={self.split!r}, pp={self.pp}): write the number of blocks, 1 or more, "
                 "for each stage."
             )
+
+    def _check_layers(self) -> None:
+        """A layout is written to files, so its layers are patterns; an iterator of them is read once."""
+        given: Any = self.layers
+        parts = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
+        if not parts or not all(isinstance(part, str) for part in parts):
+            raise RematError(
+                f"Layout(layers={given!r}): write a pattern for qualified names, or several, such as "
+                'layers="layers.*". For classes or modules call remat.nn.apply(model, layers=...) first: '
+                "regions that are there already are the blocks."
+            )
+        if not isinstance(given, (str, tuple, list)):
+            object.__setattr__(self, "layers", tuple(parts))
 
     @property
     def ranks(self) -> int:

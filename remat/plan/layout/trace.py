@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from remat._blocks import fitting, regions
 from remat.plan.graph import Graph
 from remat.plan.layout.alike import likeness, likeness_of_call
 from remat.plan.layout.around import Around, stand_in
@@ -79,26 +79,7 @@ def block_names(model: torch.nn.Module, layers: str | Sequence[str]) -> list[str
     Raises:
         RematError: there are none.
     """
-    named = {name: module for name, module in model.named_modules() if name}
-    found = [name for name, module in named.items() if hasattr(type(module), "_remat_class")]
-    if not found:
-        patterns = (layers,) if isinstance(layers, str) else tuple(layers)
-        found = [n for n in named if any(fnmatch.fnmatchcase(f".{n}", p) or n == p for p in patterns)]
-    outermost: list[str] = []
-    for name in found:
-        parts = name.split(".")
-        if not any(".".join(parts[:k]) in found for k in range(1, len(parts))):
-            outermost.append(name)
-    if not outermost:
-        lists = [
-            n for n, module in named.items() if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
-        ]
-        there = ", ".join(f"{n}.*" for n in lists[:8]) or "none"
-        raise RematError(
-            f"plan_model(mesh=...): no block of {type(model).__name__} fits {layers!r}; lists of modules in "
-            f"it: {there}. Write Layout(layers=...), or use remat.nn.apply."
-        )
-    return outermost
+    return regions(model) or fitting(model, layers, "Layout")
 
 
 @dataclass

@@ -1,0 +1,234 @@
+"""A step of a model that is cut into blocks in one way, and the cheapest choices within a limit."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from remat import nn
+from remat._fit.policy import Fitted, Made
+from remat.plan import (
+    READY,
+    BudgetPolicy,
+    Choice,
+    Chosen,
+    CostModel,
+    Graph,
+    Plan,
+    Portfolio,
+    WholeStep,
+    plans_by_budget,
+    step_of,
+)
+from remat.policies import Policy, policy_given, save_nothing
+from remat.transforms import RematError, tree_leaves
+
+
+@dataclass(frozen=True)
+class ModelStep:
+    """A training step: what is called, with what, and what of its result is differentiated.
+
+    Attributes:
+        drew: whether each run drew numbers of Python's random.
+    """
+
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: Callable[[Any], Any] | None
+    device: Any
+    accumulating: bool
+    shards: int
+    drew: list[bool] = field(default_factory=list)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model with what is differentiated in front; the caller holds the rest of its result."""
+        before = random.getstate()
+        out = self.model(*args, **kwargs)
+        self.drew.append(random.getstate() != before)
+        found = getattr(out, "loss", None) if self.loss is None else self.loss(out)
+        if self.loss is not None:
+            _check_loss(found, out)
+        if found is None:
+            return out
+        rest = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t is not found]
+        return found, [t.detach() for t in rest]
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The step as a function that is named as the model is."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        step.__name__ = type(self.model).__name__
+        return step
+
+    def planned(self) -> WholeStep:
+        """The step without data, its regions left out."""
+        return step_of(
+            self.function,
+            self.args,
+            self.kwargs,
+            wanted=plans_by_budget,
+            device=self.device,
+            accumulating=self.accumulating,
+            shards=self.shards,
+        )
+
+
+class Way:
+    """A model that is cut into blocks, and a choice for each; `chosen` is None if none keeps to the limit."""
+
+    def __init__(
+        self, source: ModelStep, names: list[str], limit: int, model: CostModel, ready: dict[str, Policy]
+    ) -> None:
+        self.source, self.names = source, names
+        self.modules = {name: source.model.get_submodule(name) for name in names}
+        # Regions of the user's come back whatever happens.
+        with _regions(list(self.modules.values())):
+            self.step = source.planned()
+        _check_differentiated(source.model, self.step)
+        self.portfolio = Portfolio(self.step, model, ready)
+        self.plain = self.portfolio.plain()
+        self.chosen = self.plain if self.plain.peak <= limit else self.portfolio.within(limit)
+
+    @property
+    def price(self) -> float:
+        """What the choice costs."""
+        return math.inf if self.chosen is None else self.chosen.cost
+
+    @property
+    def called(self) -> list[str]:
+        """The name of the block of each call."""
+        names = {id(module): name for name, module in self.modules.items()}
+        pairs = zip(self.step.owners, self.step.names, strict=True)
+        return [names.get(id(owner), name) for owner, name in pairs]
+
+    def notes(self) -> Iterator[str]:
+        """What is to be said of the plan."""
+        if idle := len(self.modules) - len(set(self.called) & set(self.modules)):
+            yield (
+                f"{idle} of {len(self.modules)} blocks did not run in this step: the plan is of the one path "
+                "that was drawn (layer drop). They get what a block of their class has that keeps least. A "
+                "step in which more of them run has a higher peak."
+            )
+        elif any(self.source.drew):
+            yield "The model draws numbers of Python's random: the plan is of the one path that was drawn."
+
+    def settled(self) -> dict[str, Policy | None]:
+        """Carry the choice out: the policies of the blocks, by their names."""
+        assert self.chosen is not None
+        made = _policies(self.portfolio, self.chosen)
+        found: dict[str, Policy | None] = {}
+        for name, module in self.modules.items():
+            if module in made or self.chosen is self.plain:
+                found[name] = made.get(module)
+            else:
+                found[name] = self._of_its_class(module, made, self.chosen)
+        for name, module in self.modules.items():
+            settings = nn.settings_of(module) or {}
+            nn.remove_from(module)
+            if (policy := found[name]) is not None:
+                nn.apply_to(module, **{**settings, "policy": policy})
+        return found
+
+    def _of_its_class(
+        self, module: torch.nn.Module, made: dict[Any, Policy | None], chosen: Chosen
+    ) -> Policy | None:
+        """The leanest policy of a class of blocks, for one that did not run."""
+        owners = self.step.owners
+        calls = [at for at, owner in enumerate(owners) if type(owner) is type(module)]
+        if not calls:
+            return save_nothing
+        return made[owners[min(calls, key=lambda at: chosen.choices[at].kept)]]
+
+
+@contextmanager
+def _regions(modules: list[torch.nn.Module]) -> Iterator[None]:
+    """Blocks as regions that can be met; what was there before comes back."""
+    before = [(module, nn.settings_of(module)) for module in modules]
+    try:
+        for module in modules:
+            nn.apply_to(module, policy=BudgetPolicy(1.0))
+        yield
+    finally:
+        for module, settings in before:
+            nn.remove_from(module)
+            if settings is not None:
+                nn.apply_to(module, **settings)
+
+
+def _policies(portfolio: Portfolio, chosen: Chosen) -> dict[Any, Policy | None]:
+    """The policy of each block that ran. One that ran other ops in other calls has a plan for each."""
+    step = portfolio.step
+    calls: dict[Any, dict[Any, tuple[Graph, Choice, str]]] = {}
+    for name, graph, owner, choice in zip(step.names, step.graphs, step.owners, chosen.choices, strict=True):
+        calls.setdefault(owner, {})[graph.names, graph.joint.storages] = graph, choice, name
+    made: dict[Any, Policy | None] = {}
+    found: dict[Any, Policy | None] = {}
+    for owner, several in calls.items():
+        key = tuple([(id(graph), choice) for graph, choice, _ in several.values()])
+        if key not in made:
+            made[key] = _policy(portfolio, list(several.values()))
+        found[owner] = made[key]
+    return found
+
+
+def _policy(portfolio: Portfolio, calls: list[tuple[Graph, Choice, str]]) -> Policy | None:
+    """What carries out the choices for the calls of one block."""
+    ways = [portfolio.carrier(*call) for call in calls]
+    first = ways[0]
+    if not isinstance(first, Plan) and all(way is first for way in ways):
+        return first
+    plans = [
+        way if isinstance(way, Plan) else portfolio.planned(*call)
+        for way, call in zip(ways, calls, strict=True)
+    ]
+    share = min(min(1.0, plan.kept_bytes / max(plan.default_bytes, 1)) for plan in plans)
+    pairs = zip(plans, calls, strict=True)
+    made = tuple([Made(plan, graph.joint.storages) for plan, (graph, _, _) in pairs])
+    return Fitted(share, portfolio.model, made=made)
+
+
+def ready_policies(policies: Mapping[str, Policy] | Sequence[Policy]) -> dict[str, Policy]:
+    """The ready policies, and the user's, by name."""
+    given = policies if isinstance(policies, Mapping) else {name_of(p): p for p in policies}
+    return {**READY, **{name: policy_given(policy) for name, policy in given.items()}}
+
+
+def name_of(policy: Policy) -> str:
+    """A policy as reports name it."""
+    if isinstance(policy, Fitted) and policy.made:
+        plans = [made.plan for made in policy.made]
+        return f"a plan, {' and '.join(f'{len(p.saved)} of {len(p.ops)}' for p in plans)} ops kept"
+    return next((name for name, ready in READY.items() if ready is policy), repr(policy))
+
+
+def _check_differentiated(model: torch.nn.Module, step: WholeStep) -> None:
+    if step.outside.differentiated or any(graph.joint.differentiated for graph in step.graphs):
+        return
+    raise RematError(
+        f"Nothing in this step of {type(model).__name__} has a gradient: no parameter and no argument "
+        "requires one, or gradients are off. Write model.requires_grad_() or x.requires_grad_(), outside of "
+        "torch.inference_mode()."
+    )
+
+
+def _check_loss(found: Any, out: Any) -> None:
+    if not any(map(_has_gradient, tree_leaves(found))) and any(map(_has_gradient, tree_leaves(out))):
+        kind = "a tensor without a gradient" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise RematError(
+            f"remat.fit: loss gave {kind}, so nothing in the step would be differentiated. Let it return a "
+            "tensor that is computed from the model's result, such as lambda out: out.square().mean()."
+        )
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad

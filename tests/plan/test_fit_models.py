@@ -1,0 +1,406 @@
+"""`remat.fit` on models as people write them: what is planned is what a step takes, and the limit holds."""
+
+import gc
+import random
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import remat
+from remat import RematError
+from tests.helpers import LiveBytes
+
+
+def measured(model, args, loss=None):
+    """The most that a step allocates, the model's result held until the end."""
+
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        with Peak() as live:
+            out = model(*args)
+            (out if loss is None else loss(out)).backward()
+        del out
+    model.zero_grad(set_to_none=True)
+    return live.peak
+
+
+class Peak(LiveBytes):
+    """The most bytes of results of ops: without what kernels take inside, which is much of a tiny step."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak = max(self.peak, self.bytes)
+        return out
+
+
+def lowest(model, args, **options):
+    """The plan without regions, and the lowest peak that there is a plan for."""
+    plain = remat.fit(model, *args, peak="1TiB", **options)
+    with pytest.raises(RematError, match="lowest found") as told:
+        remat.fit(model, *args, peak=plain.held.bytes + 8, **options)
+    found = re.search(r"lowest found is ([\d,]+)", str(told.value))
+    assert found is not None
+    return plain, int(found[1].replace(",", ""))
+
+
+def check(model, *args, loss=None, rel=0.02, **options):
+    """Planned peaks are those of real steps: as it is, at the lowest peak, and half-way."""
+    plain, low = lowest(model, args, loss=loss, **options)
+    held = plain.held.bytes
+    assert measured(model, args, loss) == pytest.approx(plain.plain_bytes - held, rel=rel)
+    for limit in (low, (low + plain.plain_bytes) // 2):
+        done = remat.fit(model, *args, peak=limit, loss=loss, **options)
+        peak = measured(model, args, loss)
+        assert done.applied and done.peak_bytes <= limit
+        assert peak == pytest.approx(done.peak_bytes - held, rel=rel)
+        assert peak <= limit - held if rel < 0.03 else peak < (limit - held) * (1 + rel)
+        done.remove()
+    return plain, low
+
+
+class Attention(nn.Module):
+    """Queries, keys and values are views of one product, which no op reads any more when they are read."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 12 * width, bias=False), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        b, n, w = x.shape
+        q, k, v = (t.view(b, n, 2, 2 * w).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.transpose(-1, -2)).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(b, n, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Pairs(nn.Module):
+    """Layers are lists of two, as in vit-pytorch."""
+
+    def __init__(self, depth=3):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([Attention(), FeedForward()]) for _ in range(depth))
+
+    def forward(self, x):
+        for attention, feedforward in self.layers:
+            x = x + attention(x)
+            x = x + feedforward(x)
+        return x.square().mean()
+
+
+class WithNorms(nn.Module):
+    """Layers are a list of norms, a block and what adds it, as in x-transformers."""
+
+    def __init__(self, depth=4):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.ModuleList([nn.LayerNorm(32), None]), (Attention, FeedForward)[k % 2]()])
+            for k in range(depth)
+        )
+
+    def forward(self, x):
+        for (norm, _), block in self.layers:
+            x = x + block(norm(x))
+        return x.square().mean()
+
+
+class Aliased(Pairs):
+    """An updater holds the network that it updates, as in performer-pytorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.updater = nn.Module()
+        self.updater.instance = self.layers
+        self.first = self.layers[0][0]
+
+
+class Locals(nn.Module):
+    """Values that nothing reads any more live as long as the locals of the forward."""
+
+    def __init__(self, depth=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(depth))
+
+    def forward(self, x):
+        before = []
+        for block in self.blocks:
+            wide = torch.cat([x] * 4, -1).relu()  # until the next turn
+            before.append(wide.mean(-1))
+            x = x + block(x)
+        return x.square().mean()
+
+
+class Moved(nn.Module):
+    """A part is moved to the device where it is in every forward, as the experts of soft-moe-pytorch are."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[MovedBlock() for _ in range(3)])
+
+    def forward(self, x):
+        return self.blocks(x).square().mean()
+
+
+class MovedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        up, down = self.up.to(x.device), self.down.to(x.device)
+        return x + down(F.gelu(up(x)))
+
+
+class Loop(torch.autograd.Function):
+    """A backward of Python that makes temporaries and drops them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        for _ in range(6):
+            x = x * 0.5 + 1
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        for _ in range(6):
+            grad = grad * 0.5
+        return grad + 0 * x
+
+
+class LoopBlock(FeedForward):
+    def forward(self, x):
+        return x + self.net[3](Loop.apply(self.net[1](self.net[0](x))))
+
+
+class Loops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(LoopBlock() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x, y):
+        return x + self.down(torch.tanh(self.up(x + y.mean(0))))
+
+
+class Twice(nn.Module):
+    """Each block is called for two streams, as in LoFTR."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Mixed() for _ in range(3))
+
+    def forward(self, x):
+        y = x.flip(0)
+        for layer in self.layers:
+            x, y = layer(x, y), layer(y, x)
+        return (x * y).square().mean()
+
+
+class Lengths(Twice):
+    """Each block is called with two lengths: it has a plan for each."""
+
+    def forward(self, x):
+        y = x[:, ::2].contiguous()
+        for layer in self.layers:
+            x, y = layer(x, x), layer(y, y)
+        return x.square().mean() + y.square().mean()
+
+
+class Shared(nn.Module):
+    """One block, called again and again, as in ALBERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([FeedForward(), FeedForward()])
+
+    def forward(self, x):
+        for _ in range(3):
+            for layer in self.layers:
+                x = x + layer(x)
+        return x.square().mean()
+
+
+class Memory(nn.Module):
+    """Gradients inside of a forward, as test-time memories have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.lin = nn.Parameter(torch.randn(32, 32) / 6), nn.Linear(32, 32)
+
+    def forward(self, x):
+        def inner(w, k):
+            return (torch.tanh(k @ w) - k).square().sum()
+
+        step = torch.func.vmap(torch.func.grad(inner), (None, 0))(self.w, x)
+        return x + torch.bmm(self.lin(x), self.w - 0.1 * step)
+
+
+class Memories(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[Memory() for _ in range(3)])
+
+    def forward(self, x):
+        return self.blocks(x).square().mean()
+
+
+class OldConstant(FeedForward):
+    """A constant by an old constructor, as in pytorch-tabnet."""
+
+    def forward(self, x):
+        return (x + self.net(x)) * torch.sqrt(torch.FloatTensor([0.5]).to(x.device))
+
+
+class OldConstants(Loops):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(OldConstant() for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rel"),
+    [
+        (Pairs, 0.001),
+        (WithNorms, 0.03),
+        (Aliased, 0.001),
+        (Locals, 0.02),
+        (Moved, 0.001),
+        (Loops, 0.02),
+        (Twice, 0.04),
+        (Lengths, 0.02),
+        (Shared, 0.02),
+        (Memories, 0.02),
+        (OldConstants, 0.03),
+    ],
+)
+def test_peaks_are_those_of_steps(kind, rel):
+    torch.manual_seed(0)
+    check(kind(), torch.randn(4, 24, 32), rel=rel)
+
+
+class Stage(nn.Module):
+    def __init__(self, depth, width=32):
+        super().__init__()
+        self.blocks = nn.Sequential(*[FeedForward(width) for _ in range(depth)])
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+class Hierarchy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(Stage(4) for _ in range(2))
+
+    def forward(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        return x.square().mean()
+
+
+def test_blocks_inside_of_stages_are_tried_too():
+    model, x = Hierarchy(), torch.randn(64, 32)
+    plain, low = lowest(model, (x,))
+    assert low <= lowest(model, (x,), layers=FeedForward)[1] < lowest(model, (x,), layers="stages.*")[1]
+    done = remat.fit(model, x, peak=low)
+    assert all(re.fullmatch(r"stages\.\d\.blocks\.\d", name) for name in done.applied)
+    assert measured(model, (x,)) <= low - plain.held.bytes
+
+
+class Named(nn.Module):
+    """Blocks that no list holds, as in a U-Net."""
+
+    def __init__(self):
+        super().__init__()
+        self.down1, self.down2, self.up1 = FeedForward(), FeedForward(), FeedForward()
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        y = self.down1(x)
+        z = self.down2(y)
+        return self.head(self.up1(z) + y).square().mean()
+
+
+def test_without_lists_the_class_with_most_parameters_is_tried():
+    model, x = Named(), torch.randn(64, 32)
+    plain, low = check(model, x)
+    assert low < plain.plain_bytes
+    assert set(remat.fit(model, x, peak=low).applied) <= {"down1", "down2", "up1"}
+
+
+def test_where_stages_do_not_reach_a_peak_the_largest_class_is_tried():
+    model = nn.ModuleDict({"lists": Hierarchy(), "named": Named()})
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x):
+            return self.parts["lists"](x) + self.parts["named"](x)
+
+    both, x = Both(), torch.randn(64, 32)
+    _, low = lowest(both, (x,))
+    assert low <= lowest(both, (x,), layers=FeedForward)[1]
+
+
+class Drops(nn.Module):
+    def __init__(self, depth=6):
+        super().__init__()
+        self.layers = nn.ModuleList(FeedForward() for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if random.random() > 0.5:
+                x = x + layer(x)
+        return x.square().mean()
+
+
+def test_layer_drop_is_reported_and_all_blocks_are_made_regions():
+    model, x = Drops(), torch.randn(64, 32)
+    random.seed(1)
+    plain = remat.fit(model, x, peak="1GiB")
+    assert "the one path" in str(plain)
+    random.seed(1)
+    done = remat.fit(model, x, peak=plain.plain_bytes - 64)
+    assert "did not run" in str(done) and len(done.applied) > 1
+    idle = [name for name in ("layers.0", "layers.3") if name not in done.applied]
+    assert len(idle) <= 1
+    assert "the one path" not in str(remat.fit(Pairs(), torch.randn(4, 8, 32), peak="1GiB"))
+
+
+def test_the_report_names_layers():
+    model, x = Pairs(), torch.randn(4, 24, 32)
+    plain, low = lowest(model, (x,))
+    done = remat.fit(model, x, peak=low)
+    text = str(done)
+    assert set(done.layers) == set(done.applied)
+    assert re.search(r"layers\.\d(-\d)?\.[01]: ", text) and "plan that keeps" not in text
+    assert re.search(r"at the peak: the (forward|backward) of layers\.\d\.[01]", text)
