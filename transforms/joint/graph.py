@@ -374,7 +374,7 @@ def _run_functional(
 
 
 def _read_in_backward(recorder: JointRecorder, results: Iterable[int] = ()) -> dict[int, None]:
-    """The values that the backward reads and has neither made nor been given, and what else is still there."""
+    """The values that the backward reads, neither made there nor given, and what else is still there."""
     made = {o for op in recorder.ops if not op.forward for o in op.outputs}
     made |= {number for number, value in enumerate(recorder.values) if value.origin == "tangent"}
     found = {r: None for op in recorder.ops if not op.forward for r in op.reads if r not in made}

@@ -87,8 +87,7 @@ class Measure:
 
     def choices(self) -> tuple[Choice, ...]:
         """The plans that no other one is as good as in every respect, the one that keeps least first."""
-        hooked = self.graph.joint.hooked
-        found = {s.saved: s for s in (frontier(self.problem) if hooked else [least(self.problem)])}
+        found = {s.saved: s for s in frontier(self.problem)}
         every = sorted(
             map(self.choice, found.values()), key=lambda c: (c.kept, c.cost, c.backward, c.forward)
         )
