@@ -88,9 +88,10 @@ class Asked:
         """Raise where a module was given that the model has not."""
         for key, module in self._modules.items():
             if key not in there:
+                kind = type(module).__name__
                 raise LayerError(
-                    f"{self.who}: the {type(module).__name__} that was given is no part of "
-                    f"{type(model).__name__}. Take it from model.named_modules(), or write a pattern."
+                    f"{self.who} got a {kind} that is no part of the {type(model).__name__}. Write "
+                    f"layers={kind}, its class, or take modules from model.named_modules()."
                 )
 
 

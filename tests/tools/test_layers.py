@@ -70,7 +70,7 @@ def test_modules_themselves():
         "layers.0.0",
         "layers.3.1",
     ]
-    with pytest.raises(LayerError, match="is no part of Model"):
+    with pytest.raises(LayerError, match="got a Block that is no part of the Model. Write layers=Block"):
         apply(model, layers=[model.first, Block()])
     with pytest.raises(LayerError, match="got 3 of type int"):
         apply(model, layers=3)  # type: ignore[arg-type]
