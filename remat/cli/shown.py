@@ -14,7 +14,9 @@ def show(report: Explanation | Comparison, json: bool, html: Path | None = None)
     if json:
         print(report.to_json(indent=2))
     else:
-        Console(highlight=False).print(report)
+        # A figure is never cut: in a narrow terminal, or a pipe of 80 columns, lines are longer.
+        least = Console(width=10_000).measure(report).maximum
+        Console(highlight=False, width=max(Console().width, least)).print(report)
     if html:
         report.save(html)
     return 0

@@ -23,7 +23,8 @@ def load(
         target: FN is a function or module of tensors, or without `shapes` a function of none that returns
             `(fn, *args)`.
         shapes: sizes of tensor arguments, such as `4x128x256`.
-        dtype, device: of those tensors. On "meta" they have no data, which is enough to plan.
+        dtype, device: of those tensors. On "meta" they have no data, which is enough to plan; those of a
+            module that has parameters are where these are.
 
     Raises:
         UsageError: there is no such module, function, or shape.
@@ -38,6 +39,7 @@ def load(
     if not callable(fn):
         raise UsageError(f"{target} is no function or module but {fn!r} of type {type(fn).__name__}.")
     if shapes:
+        device = _device_of(fn, device)
         made = tuple(tensor(shape, dtype, device) for shape in shapes)
         check_count(target, fn, len(made))
         return fn, made
@@ -50,6 +52,13 @@ def load(
     if not isinstance(made, tuple) or not made or not callable(made[0]):
         raise UsageError(f"{target} must return (fn, *args), got {made!r} of type {type(made).__name__}.")
     return made[0], made[1:]
+
+
+def _device_of(fn: Any, device: str) -> str:
+    """Where a module's parameters are, if `fn` is one, or a method of one."""
+    module = getattr(fn, "__self__", fn)
+    first = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
+    return device if first is None or device != "meta" else str(first.device)
 
 
 def named(target: str) -> Any:

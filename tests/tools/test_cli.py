@@ -334,3 +334,17 @@ def test_sweep_reports_progress_to_the_end() -> None:
     assert sum(shares) == pytest.approx(1.0)
     assert [result.policy for result in results] == ["none", "save_nothing"]
     assert table("title", results).row_count == 2
+
+
+def test_a_module_is_planned_where_its_parameters_are(tmp_path, monkeypatch, capsys):
+    (tmp_path / "planned_net.py").write_text("import torch\nnet = torch.nn.Linear(16, 16)\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "planned_net:net", "--input", "8x16", "--budget", "0.5"]) == 0
+    assert "Plan for Linear" in capsys.readouterr().out
+
+
+def test_figures_are_not_cut_in_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["compare", "torch:sin", "--input", "4x4"]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown and "save_matmuls | save_attention" in shown

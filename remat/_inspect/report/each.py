@@ -26,6 +26,7 @@ BUILT_IN: tuple[Policy, ...] = (
     save_matmuls,
     save_unbatched_matmuls,
     save_attention,
+    save_matmuls | save_attention,
     save_everything,
 )
 _SHARES = (0.2, 0.4, 0.6, 0.8)

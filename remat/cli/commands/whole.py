@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import importlib.util
 import sys
 import time
 from dataclasses import asdict
@@ -41,14 +41,25 @@ def plan_published(
         model, peak=peak, optimizer=optimizer or None, device=device or "h100", shards=shards, kwargs=inputs
     )
     ended = time.perf_counter()
-    # Linux counts KiB there, macOS bytes.
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    memory = _memory()
     if json:
         facts = {key: value for key, value in vars(done).items() if key not in ("model", "held")}
         print(dumps({**facts, "held": asdict(done.held), "memory": memory}, indent=2))
         return
     print(done)
     print(
-        f"planned in {ended - built:.1f} s (built in {built - start:.1f} s), "
-        f"{format_bytes(memory)} of memory for all of it"
+        f"planned in {ended - built:.1f} s (built in {built - start:.1f} s)"
+        + (f", {format_bytes(memory)} of memory for all of it" if memory else "")
     )
+    if not optimizer:
+        print("no optimizer is counted: write --optimizer adamw for its state")
+
+
+def _memory() -> int | None:
+    """The most bytes that this process had; None where the system does not tell."""
+    if importlib.util.find_spec("resource") is None:  # Unix alone has it
+        return None
+    import resource
+
+    # Linux counts KiB there, macOS bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
