@@ -337,10 +337,12 @@ def test_sweep_reports_progress_to_the_end() -> None:
 
 
 def test_a_module_is_planned_where_its_parameters_are(tmp_path, monkeypatch, capsys):
-    (tmp_path / "planned_net.py").write_text("import torch\nnet = torch.nn.Linear(16, 16)\n")
+    (tmp_path / "planned_net.py").write_text(
+        "from torch import nn\nnet = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))\n"
+    )
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "planned_net:net", "--input", "8x16", "--budget", "0.5"]) == 0
-    assert "Plan for Linear" in capsys.readouterr().out
+    assert "Plan for Sequential" in capsys.readouterr().out
 
 
 def test_figures_are_not_cut_in_a_narrow_terminal(monkeypatch, capsys):
