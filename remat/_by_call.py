@@ -46,7 +46,7 @@ class ByCall:
         look = trust.look(self.fn, self.policy, inputs, signature)
         if look is not None and (before := trust.of(look)) is not None:
             found = self._of(before)
-            if signature in found.traces:
+            if found.was_run(signature):
                 _known(before).trust = trust
                 return found
         bound = bind(self.policy, self.fn, args, kwargs)

@@ -167,7 +167,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
                 return _wrap(fn, options.under(chosen))(*args, **kwargs)
         if keeps_everything and outermost():
             with choosing():
-                return run_transparently(fn, args, kwargs)
+                return run_transparently(fn, args, kwargs, everywhere=False)
         if static:
             return _call_static(fn, options, args, kwargs)
         return run(region, args, kwargs) if by_call is None else by_call.run(args, kwargs)

@@ -35,7 +35,8 @@ class _Active(threading.local):
 
     stack: Any = ()
     selecting = False  # whether the innermost region around may keep values
-    transparent = False  # whether regions keep what autograd keeps
+    # Whether regions keep what autograd keeps: True, or in a tuple the first of the hooks where they do.
+    transparent: Any = False
     sessions: tuple[Any, ...] = ()  # the captures that are open
     listeners: tuple[Any, ...] = ()  # who wants to know what regions keep
     place: str | None = None  # the user's line of the op that runs again, for those
@@ -84,6 +85,9 @@ class Mode(DispatchMode):
     reruns = False  # whether it watches one of which the function runs again
     skipped = False  # whether it has left out an op, for whose results something without numbers stands in
     parent: Mode | None = None  # what records or replays around it
+    # Whether hooks of the user's lie between. They may run it again alone, as torch's checkpoint does, and
+    # then it has to keep the same: it shares nothing with what is around.
+    apart = False
     # Whether it sees ops on local tensors in the place of those on wrappers around them; then wrappers that
     # were met, by the ids of their local tensors: they have versions of their own.
     local: dict[int, weakref.ref[torch.Tensor]] | None = None
@@ -387,6 +391,17 @@ def all_of(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
+
+
+def of_a_look(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the second of two saved-tensor hooks by which a look at a function sees what is saved."""
+    hook.__dict__["of_a_look"] = True
+    return hook
+
+
+def is_of_a_look(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one of these, and none of the user's."""
+    return getattr(hook, "of_a_look", False)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ Does it draw, write, alias, decide, or act on the outside?
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -409,7 +409,8 @@ class Operands:
 
     Args:
         arguments: those of this run, in the order of the forward's.
-        outside: the other tensors that the forward has read from outside, by their places on the tape.
+        outside: gives what the forward has read from outside at a place on the tape, if that is known; of an
+            argument, what it was there.
         written: the numbers of the memories from outside that the function writes to.
         same: whether two tensors have the same numbers, as a constant has that each run makes anew.
     """
@@ -418,7 +419,7 @@ class Operands:
         self,
         tape: Any,
         arguments: Sequence[torch.Tensor],
-        outside: Mapping[int, torch.Tensor],
+        outside: Callable[[int], torch.Tensor | None],
         written: Set[int],
         same: Callable[[torch.Tensor, torch.Tensor], bool],
     ) -> None:
@@ -444,16 +445,21 @@ class Operands:
                 continue
             if place is not None:
                 there = place[0]() is memory and place[1] == geometry(tensor)
-                if not there and not absent().is_held(number, tensor):
+                if not there and not absent().is_held(number, tensor) and not self._was(number, tensor):
                     return f"another tensor ({list(tensor.shape)}) than in the forward"
                 continue
-            was = self.outside.get(-1 - number) if number < 0 else None
-            if was is None or (memory_of(was) is memory and geometry(was) == geometry(tensor)):
+            was = self.outside(-1 - number) if number < 0 else None
+            if was is None or _one_place(was, tensor):
                 continue
             if not self.same(was, tensor):
                 what = f"a tensor ({list(tensor.shape)}) that was put in the place of the forward's"
                 return f"{what}. Pass it as an argument, or write by copy_"
         return None
+
+    def _was(self, number: int, tensor: torch.Tensor) -> bool:
+        """Whether it is the argument itself, which hooks of the user's have given the run a copy of."""
+        was = self.outside(-1 - number) if number < 0 else None
+        return was is not None and _one_place(was, tensor)
 
     def _add(self, number: int, tensor: torch.Tensor) -> None:
         memory = memory_of(tensor)
@@ -463,3 +469,8 @@ class Operands:
         first = self._memories.setdefault(self.tape.root_of(number), weakref.ref(memory))
         if first() is memory:
             self._places[number] = first, geometry(tensor)
+
+
+def _one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors look at one memory in one way."""
+    return memory_of(one) is memory_of(other) and geometry(one) == geometry(other)

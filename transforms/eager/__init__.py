@@ -13,5 +13,7 @@ from remat.transforms.eager.saved import (
     Unwatched,  # a value of a forward that only watches what is saved was asked for
     enclosed,  # whether the saved-tensor hooks in force are those of a region
     unread,  # the second of two hooks that only watch what is saved
+    users,  # the innermost saved-tensor hooks that are the user's own
+    users_own,  # whether hooks are the user's own, with no region in between
     watched,  # whether a region below functorch levels watches what is saved
 )

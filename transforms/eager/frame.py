@@ -47,6 +47,7 @@ from remat.transforms.eager.saved import (
     noted,
     resumed,
     users,
+    users_own,
     watcher,
 )
 from remat.transforms.eager.settle import (
@@ -61,7 +62,7 @@ from remat.transforms.eager.settle import (
 )
 from remat.transforms.errors import RematError, overwritten
 from remat.transforms.offload import Store
-from remat.transforms.ops import storage
+from remat.transforms.ops import geometry, storage
 from remat.transforms.region import CachedTrace, compare, recomputing, unmet
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_again
@@ -150,6 +151,8 @@ class Frame(Packer):
             if simple and not region.cache.differentiates and inputs.hooks is None:
                 pack = self.pack_expected
         self.recorder, recorder.local = recorder, {}
+        if inputs.hooks is not None:
+            recorder.apart = users_own(inputs.hooks)
         for at in inputs.wrappers:
             recorder.meet(inputs.tensors[at])
         watching = recorder.selector.watching() if recorder.selector else _NOTHING
@@ -235,7 +238,7 @@ class Frame(Packer):
         if self.residuals is not None:
             self.hold_residuals(self.residuals)
         else:
-            self.kept = {at: recorder.kept[at] for at in known.kept if at in known.program.kept}
+            self.kept = {at: recorder.kept[at] for at in known.program.kept}
             self.take(recorder, known.held)
         if known.ends is not None and self.nodes == known.nodes:
             self.reach = Reachability(differentiated(out), self.start, known.ends)
@@ -246,6 +249,8 @@ class Frame(Packer):
         snapshots, raw = recorder.snapshots, [storage(tensor) for tensor, _ in self.raw]
         apart = bool(snapshots or raw or recorder.moved or self.freed)
         other = {id(known.tensor): known for known in self.replaced}
+        # One value may come as two tensors, one of which hooks of the user's gave back: it is held once.
+        once: Any = None if inputs.hooks is None else {}
         for at in sorted(held):
             tensor, written = recorder.outside[at], False
             if other and (known := other.get(id(tensor))) is not None:
@@ -261,7 +266,13 @@ class Frame(Packer):
                     written = root in recorder.moved or (root in self.freed and root in tape.last_write)
                     written = written or (bool(raw) and storage(tensor) in raw)
             around = recorder.around(tensor) if recorder.local else tensor
-            self.held[at] = SavedInput(tensor, inputs.hooks, written, around)
+            if once is None:
+                self.held[at] = SavedInput(tensor, None, written, around)
+                continue
+            place = storage(tensor), geometry(tensor), tensor.requires_grad, written
+            if place not in once:
+                once[place] = SavedInput(tensor, inputs.hooks, written, around)
+            self.held[at] = once[place]
         if self.held:
             holders.add(weakref.ref(self, holders.discard))
         self.random = recorder.random if self.kept or self.program is None or self.program.draws else {}
@@ -311,7 +322,7 @@ class Frame(Packer):
     def _fill(self, at: int, task: int) -> None:
         """Make saved value `at` again, and with it what else this backward reads."""
         let_go(self)
-        self.forget()
+        self.forget(task)
         self.task = task
         with below_levels() if in_transform() else _NOTHING:
             self._run(at)
@@ -413,12 +424,12 @@ class Frame(Packer):
             return False
         return self.spent or not any(d.tensor() is None for d in self.dropped.values())
 
-    def forget(self) -> None:
-        """Let go of recomputed values."""
+    def forget(self, task: int = -1) -> None:
+        """Let go of recomputed values, and of what hooks gave, but for the backward pass `task`."""
         self.values = {}
         if self.inputs.hooks is not None:
             for held in self.held.values():
-                held.forget()
+                held.forget(task)
 
     def repack(self, tensor: torch.Tensor) -> Any:
         """Take the next value that a run of the function saves."""

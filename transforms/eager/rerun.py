@@ -15,7 +15,7 @@ import torch
 from remat.transforms.closure import Bindings, reached, standing_in
 from remat.transforms.compat import pop_hooks, set_grad_enabled, unseen
 from remat.transforms.context import quiet, run_innermost, scoped
-from remat.transforms.eager.saved import hook, users
+from remat.transforms.eager.saved import hook
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import Operands, memory_of, storage
 from remat.transforms.pytree import flatten
@@ -77,14 +77,10 @@ class Rerun:
         count = range(frame.tape.arguments)
         given = [frame.held[at].get(inputs, at).detach() for at in count]
         args, kwargs = inputs.rebuild(given)
-        # They were not written to, and the function has to find the same. Regions around make theirs again;
-        # hooks of the user's, such as those of torch's checkpoint, may give each once.
-        free = users(inputs.hooks) is None
-        captured = {
-            at: held.get(inputs, at)
-            for at, held in frame.held.items()
-            if at >= frame.tape.arguments and (free or held.unpack is None)
-        }
+        # Captured tensors were not written to, and the function has to find the same.
+        for at, held in frame.held.items():
+            if held.unpack is None:
+                held.get(inputs, at)
         inner, frame.inner = frame.inner, 0
         # What the function stores is stored by its forward; a later call may have stored other things since.
         stored = Bindings(reached(frame.region.function), states=True, bound=True)
@@ -103,7 +99,7 @@ class Rerun:
                     stack.enter_context(context)
                 if frame.store is not None:
                     stack.enter_context(frame.store.fetched(None))
-                self.replay = None if frame.tape.loose else stack.enter_context(self._replay(given, captured))
+                self.replay = None if frame.tape.loose else stack.enter_context(self._replay(given))
                 self._call(args, kwargs)
         except Stop:
             pass
@@ -134,12 +130,21 @@ class Rerun:
         """The memories from outside that it frees and fills, with what is known of how it has found them."""
         frame, found = self.frame, {}
         for at, held in frame.held.items() if frame.freed else ():
-            root = frame.tape.outside[at].root
-            if root in frame.freed and root not in found and (memory := memory_of(held.packed)) is not None:
+            root, tensor = frame.tape.outside[at].root, held.packed if held.unpack is None else held.given()
+            if root not in frame.freed or root in found or tensor is None:
+                continue
+            if (memory := memory_of(tensor)) is not None:
                 found[root] = memory, frame.freed[root]
         return list(found.values())
 
-    def _replay(self, given: list[torch.Tensor], captured: dict[int, torch.Tensor]) -> Replay:
+    def _was(self, at: int) -> torch.Tensor | None:
+        """What the forward read from outside, as the region knows it; hooks may give a copy."""
+        held = self.frame.held.get(at)
+        if held is None or (found := held.given()) is not None or at < self.frame.tape.arguments:
+            return found if held is not None else None
+        return held.get(self.frame.inputs, at)
+
+    def _replay(self, given: list[torch.Tensor]) -> Replay:
         frame, region = self.frame, self.frame.region
         check, tape, casts = region.determinism_check != "none", frame.tape, frame.inputs.ambient.casts
         written = set() if self._fetches else set(frame.snapshots)
@@ -165,7 +170,7 @@ class Rerun:
             casts=casts,
             absent=self.absent,
             freed=[memory._cdata for memory, _ in self._freed()],
-            operands=Operands(tape, given, captured, written, same) if compared else None,
+            operands=Operands(tape, given, self._was, written, same) if compared else None,
         )
         replay.local = {}
         return replay

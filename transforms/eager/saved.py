@@ -47,7 +47,7 @@ class Packer:
 class SavedInput:
     """A tensor from outside a region, kept across through the hooks of whoever encloses the region."""
 
-    __slots__ = ("_fetched", "meta", "packed", "unpack", "version", "watched")
+    __slots__ = ("_fetched", "_given", "_task", "meta", "packed", "unpack", "version", "watched")
 
     def __init__(
         self,
@@ -60,7 +60,9 @@ class SavedInput:
         the wrapper whose local tensor it is, and whose version tells of writes."""
         around = tensor if around is None else around
         self._fetched: torch.Tensor | None = None
+        self._task = -1  # the backward pass for which it was fetched
         self.unpack, self.meta, self.version, self.watched = None, None, -1, None
+        self._given: Any = None  # the tensor itself, by weak reference, and its version
         if written:
             self.packed: Any = tensor.detach()
             return
@@ -79,18 +81,22 @@ class SavedInput:
                 self.packed, self.unpack = hooks[0](tensor), hooks[1]
             finally:
                 frame.inner -= 1
+            self._given = weakref.ref(tensor), weakref.ref(around), version_of(around)
         else:
-            self.packed, self.unpack = hooks[0](tensor.detach()), hooks[1]
+            self._given = weakref.ref(tensor), weakref.ref(around), version_of(around)
+            # What they compute is no op of a region around.
+            self.packed, self.unpack = quiet(hooks[0], tensor.detach()), hooks[1]
             self.meta = metadata(tensor)
 
     def get(self, inputs: Any, at: int) -> torch.Tensor:
         """The tensor again, without a history, the same object each time; `inputs.path` finds its name."""
         if self.unpack is not None:
-            if self._fetched is None:
+            # Once a pass: torch's checkpoint gives it once.
+            if self._fetched is None or self._task != graph_task():
                 fetched: torch.Tensor = self.unpack(self.packed).detach()
                 if self.meta is not None:
                     fetched = quiet(lying_as, fetched, self.meta)
-                self._fetched = fetched
+                self._fetched, self._task = fetched, graph_task()
             return self._fetched
         if self.version >= 0 and self.watched._version != self.version:
             raise RematError(
@@ -98,14 +104,24 @@ class SavedInput:
             )
         return self.packed
 
+    def given(self) -> torch.Tensor | None:
+        """The tensor that hooks were given, which says more of what a region reads than what they give back;
+        None if it is gone or was written to."""
+        if self._given is None:
+            return None
+        tensor, around, version = self._given[0](), self._given[1](), self._given[2]
+        same = tensor is not None and around is not None and version_of(around) == version
+        return tensor if same else None
+
     @property
     def unwritten(self) -> bool:
         """Whether nobody has written to it since, as far as is known here."""
         return self.version < 0 or self.watched._version == self.version
 
-    def forget(self) -> None:
-        """Let go of what an enclosing region has made again."""
-        self._fetched = None
+    def forget(self, task: int = -1) -> None:
+        """Let go of what hooks gave, but for the backward pass `task`."""
+        if task == -1 or self._task != task:
+            self._fetched = None
 
     @property
     def enclosed(self) -> bool:
@@ -171,6 +187,11 @@ def users(hooks: Hooks | None) -> Hooks | None:
     while hooks is not None and isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
         hooks = frame.inputs.hooks
     return None if hooks is None or hooks[1] is unread else hooks
+
+
+def users_own(hooks: Hooks | None) -> bool:
+    """Whether these hooks are the user's own, with no region in between."""
+    return hooks is not None and users(hooks) is hooks
 
 
 def enclosed() -> bool:

@@ -51,7 +51,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     held = set(frame.direct.values())
     if needs.whole:
         # The function is to run again: hold all arguments, and what stands in for its ops.
-        frame.kept = dict(recorder.kept)
+        frame.kept = dict(sorted(recorder.kept.items()))
         # What it writes to is found again as it was, whether or not an op that is needed reads that.
         written = [
             at for at, o in enumerate(tape.outside) if o.root in recorder.snapshots or o.root in frame.freed
@@ -62,9 +62,15 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         frame.rerun = Rerun(needs, may_be_absent(recorder, ()), _prints(frame.region, recorder, out))
     else:
         frame.program = program = Program(tape, needs, wanted)
-        frame.kept = {at: value for at, value in recorder.kept.items() if at in program.kept}
-        frame.take(recorder, held.union(program.outside))
-        _prefer_residuals(frame, recorder)
+        frame.kept = {at: recorder.kept[at] for at in program.kept}
+        held.update(program.outside)
+        # What is not held after all is no business of hooks.
+        if _prefers_residuals(frame, recorder, held):
+            frame.kept = {}
+            frame.hold_residuals(frame.residuals)
+        else:
+            frame.residuals = None
+            frame.take(recorder, held)
     if active.listeners:
         report_frame(frame, recorder)
 
@@ -131,18 +137,14 @@ def differentiated(out: Any) -> list[torch.Tensor]:
     return [t for t in split(flatten(out)[0])[0] if node_of(t) is not None]
 
 
-def _prefer_residuals(frame: Any, recorder: Recorder) -> None:
+def _prefers_residuals(frame: Any, recorder: Recorder, held: set[int]) -> bool:
     # Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves
     # (a reduction, a cast down), the saved values themselves are the better thing to keep.
     residuals, program = frame.residuals, frame.program
-    frame.residuals = None
-    if residuals is None or program is None or not any(step.call for step in program.steps):
-        return
-    needed = [recorder.outside[at] for at in frame.held]
-    if residuals.bytes < bytes_of([*needed, *tensors_in(list(frame.kept.values()))]):
-        frame.residuals = residuals
-        frame.hold_residuals(residuals)
-        frame.held, frame.kept, frame.dropped, frame.random = {}, {}, {}, {}
+    if residuals is None or not any(step.call for step in program.steps):
+        return False
+    needed = [recorder.outside[at] for at in held]
+    return residuals.bytes < bytes_of([*needed, *tensors_in(list(frame.kept.values()))])
 
 
 def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:

@@ -48,6 +48,7 @@ from remat.transforms.compat import (
     pop_hooks,
     push_hooks,
     refuse_hooks,
+    top_hooks,
     uncompiled,
     unwrap_once,
     unwrapped,
@@ -57,6 +58,7 @@ from remat.transforms.context import (
     active,
     enclosing,
     inside,
+    is_of_a_look,
     labelled,
     of_users,
     on_scratch,
@@ -68,7 +70,17 @@ from remat.transforms.context import (
     scoped,
     selective_around,
 )
-from remat.transforms.eager import Frame, Inputs, Unwatched, enclosed, stop_enclosing, unread, watched
+from remat.transforms.eager import (
+    Frame,
+    Inputs,
+    Unwatched,
+    enclosed,
+    stop_enclosing,
+    unread,
+    users,
+    users_own,
+    watched,
+)
 from remat.transforms.errors import RematError, changing
 from remat.transforms.functorch import Aliasing, Carried, Family, Prim, World, call
 from remat.transforms.intermediates import Mirrors, current
@@ -83,13 +95,26 @@ uncompiled(Frame.unpack)
 
 def outermost() -> bool:
     """Whether no other region is being recorded or recomputed around here."""
-    return enclosing() is None and not enclosed()
+    # Under hooks of the user's, torch's checkpoint may run it again with nothing around.
+    return users_own(top_hooks()) or (enclosing() is None and not enclosed())
 
 
-def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `function` and keep what autograd keeps, regions inside it included."""
-    with scoped(transparent=True):
+def run_transparently(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], everywhere: bool = True
+) -> Any:
+    """Call `function` and keep what autograd keeps, regions inside it included.
+
+    `everywhere`: also those under hooks of the user's inside, which torch's checkpoint runs again alone.
+    """
+    hooks = None if everywhere else top_hooks()
+    with scoped(transparent=True if everywhere else (None if hooks is None else hooks[0],)):
         return function(*args, **kwargs)
+
+
+def _transparent() -> bool:
+    """Whether regions keep what autograd keeps here."""
+    found, hooks = active.transparent, top_hooks()
+    return found is True or hooks is None or hooks[0] is found[0] or not users_own(hooks)
 
 
 def run(
@@ -101,7 +126,7 @@ def run(
     and their signature, None where they tell nothing of other calls; elsewhere nothing.
     """
     # A program that is written down for elsewhere has no backward.
-    if active.transparent or torch.compiler.is_exporting() or jit_trace() is not None:
+    if (active.transparent and _transparent()) or torch.compiler.is_exporting() or jit_trace() is not None:
         return region.function(*args, **kwargs)
     if in_transform():
         region = region if bind is None else bind()
@@ -153,24 +178,39 @@ def _run_frame(
     inputs = Inputs(region, args, kwargs)
     # Offsets add ops to those that earlier calls ran; who listens is told by recording.
     key = None if region.key is None or inputs.taps or active.listeners else inputs.signature()
-    if key is not None and enclosing() is not None and (selective_around() or on_scratch()):
-        key = None  # what a region around keeps, or has copies of, decides what this one computes again
+    hooks = None if inputs.hooks is None else users(inputs.hooks)
+    hooked = hooks is not None and not is_of_a_look(hooks[1])
+    if key is not None and enclosing() is not None:
+        apart = hooked and users_own(inputs.hooks)
+        if on_scratch() or (selective_around() and not apart):
+            key = None  # what a region around keeps, or has copies of, decides what this one computes again
     if bind is not None:
         region = inputs.region = of_users(bind, inputs, key)
         key = None if region.key is None else key
-    known = None if key is None else region.traces.get(key)
-    frame = Frame(inputs)
-    with labelled("forward", region.name), inside():
-        out = frame.forward(args, kwargs, known)
-    if key is not None and (known is None or frame.tape is not known.tape):
-        if (trace := frame.lesson()) is not None:
-            region.traces[key] = trace
-        elif known is not None:
-            region.traces.pop(key, None)
+    if key is not None and hooked:
+        out = region.cache.lasting.held_against(
+            (region.key, key), functools.partial(_forward, inputs, args, kwargs)
+        )
+    else:
+        known = None if key is None else region.traces.get(key)
+        frame = Frame(inputs)
+        with labelled("forward", region.name), inside():
+            out = frame.forward(args, kwargs, known)
+        if key is not None and (known is None or frame.tape is not known.tape):
+            if (trace := frame.lesson()) is not None:
+                region.traces[key] = trace
+            elif known is not None:
+                region.traces.pop(key, None)
     inputs.finish()
     if inputs.hooks is not None:
         stop_enclosing(inputs.hooks)
     return out
+
+
+def _forward(inputs: Inputs, args: Any, kwargs: Any, known: Any) -> tuple[Any, Frame]:
+    frame = Frame(inputs)
+    with labelled("forward", inputs.region.name), inside():
+        return frame.forward(args, kwargs, known), frame
 
 
 @uncompiled

@@ -20,6 +20,7 @@ from remat.transforms.compat import (
     at_hand,
     autocasting,
     fake_mode,
+    hooks_aside,
     is_fake,
     outside_all_modes,
     running_node,
@@ -27,7 +28,7 @@ from remat.transforms.compat import (
     storage_key,
     without_module_trackers,
 )
-from remat.transforms.context import active, on_wrappers
+from remat.transforms.context import active, of_a_look, on_wrappers
 from remat.transforms.errors import user_line
 from remat.transforms.intermediates import only
 from remat.transforms.joint.holes import around, holes_of
@@ -162,6 +163,7 @@ class JointRecorder(TorchDispatchMode):
         with self.lives.keeping():
             return tensor.detach()
 
+    @of_a_look
     def unpack(self, kept: torch.Tensor) -> torch.Tensor:
         """The other one: what a node reads, as a handle of its own that goes when the node lets go of it."""
         return kept.detach()
@@ -302,6 +304,7 @@ def _trace(
         stood_in(recorder.stand_ins),
         recorder,
         torch.autograd.set_multithreading_enabled(False),
+        hooks_aside(),  # those of the user's count what is saved
     ):
         return run(fn, args, kwargs, recorder, list(fakes.values()))
 

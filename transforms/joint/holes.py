@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import outside_all_modes
+from remat.transforms.context import of_a_look
 from remat.transforms.joint.ops import Hole
 from remat.transforms.joint.stand_ins import on_fakes
 from remat.transforms.pytree import flatten, tree_leaves, unflatten
@@ -53,7 +54,7 @@ def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: b
     given = {id(t): k for k, t in enumerate(_tensors(args, kwargs))}
     # What it saves is nothing to those who record around. An op's own result would hold on to the op that
     # holds it: a cycle that nothing collects.
-    dropping = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
+    dropping = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), of_a_look(lambda t: t))
     with outside_all_modes(), dropping if hooks else contextlib.nullcontext():
         leaves, spec = flatten(on_fakes(fn, args, kwargs))
 

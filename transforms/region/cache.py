@@ -8,7 +8,7 @@ that runs again goes the way of its forward, whatever calls have taught since.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -55,7 +55,7 @@ class CachedTrace:
         once, and the processor's caches have it from the layer before."""
         tape, program = self.tape, self.program
         ops = hash(tuple([node.op for node in tape.nodes]))
-        key = (tape.region, ops, len(tape.packed), self.kept, self.held, program.kept)
+        key = (tape.region, ops, len(tape.packed), self.kept, self.held, *program.kept)
         other, made = _shared.get(key), self
         if other is not None and same_tape(tape, other.tape) and program.copied == other.program.copied:
             made = replace(self, tape=other.tape, program=other.program)
@@ -100,11 +100,13 @@ class TraceCache:
             decompositions know more derivatives.
         hides_leaves: whether it was seen to read a leaf that the search for captured tensors has not found.
         copied: the operands that it was seen to write derivatives into, under levels of torch.func.
+        lasting: traces for calls under hooks of the user's.
         agreed: by policies under which ranks have compared what they keep, what calls did with collectives.
     """
 
     __slots__ = (
         "__weakref__", "agreed", "by_levels", "by_policy", "copied", "differentiates", "hides_leaves",
+        "lasting",
         "uses_func",
     )  # fmt: skip
 
@@ -112,6 +114,7 @@ class TraceCache:
         self.by_policy: BoundedCache[Hashable, Traces] = BoundedCache(_MOST)
         self.differentiates = self.by_levels = self.hides_leaves = False
         self.uses_func, self.copied = 0, frozenset[int]()
+        self.lasting = LastingTraces()
         self.agreed: dict[Hashable, set[str]] = {}
 
     def saw_func(self) -> None:
@@ -130,6 +133,46 @@ class TraceCache:
     def under(self, policy: Hashable) -> Traces:
         """Traces by the signatures of calls, under the policies with this key."""
         return self.by_policy.made(policy, lambda: BoundedCache(_MOST))
+
+
+class LastingTraces:
+    """Traces by policies and signatures of calls, for calls under saved-tensor hooks of the user's.
+
+    Such hooks may run a region again and count what it packs, as torch's checkpoint does. A forward that
+    leaves a trace keeps other values than one that is recorded. So the first call decides, for all later
+    ones, what they are held against: its trace; nothing, if it left none.
+    """
+
+    __slots__ = ("_found",)
+
+    def __init__(self) -> None:
+        self._found: BoundedCache[Hashable, CachedTrace | object | None] = BoundedCache(16 * _MOST)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return isinstance(self._found.get(key), CachedTrace)
+
+    def held_against(self, key: Hashable, forward: Callable[[CachedTrace | None], tuple[Any, Any]]) -> Any:
+        """Run a forward against what there is; it returns its result and its frame."""
+        if key in self._found:
+            known = self._found.recall(key)
+            if known is not None and not isinstance(known, CachedTrace):
+                # The first call is under way, and has called itself.
+                known = self._found[key] = None
+            return forward(known)[0]
+        mine = self._found[key] = object()
+        try:
+            out, frame = forward(None)
+        except BaseException:
+            if self._found.get(key) is mine:
+                del self._found[key]
+            raise
+        if self._found.get(key) is mine:
+            self._found[key] = frame.lesson()
+        return out
+
+    def clear(self) -> None:
+        """Drop every trace."""
+        self._found.clear()
 
 
 class Again:
@@ -154,3 +197,4 @@ def forget_all() -> None:
     for cache in list(_caches.values()):
         for traces in cache.by_policy.values():
             traces.clear()
+        cache.lasting.clear()

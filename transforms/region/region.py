@@ -74,6 +74,10 @@ class Region:
         """What earlier calls did under this policy. (To hash a policy takes longer than a small op.)"""
         return self.cache.under(self.key)
 
+    def was_run(self, signature: Hashable) -> bool:
+        """Whether a call with this signature was run under this policy, and may be held against its trace."""
+        return signature in self.traces or (self.key, signature) in self.cache.lasting
+
 
 def checksum(out: Any) -> Any:
     """A number for every tensor of `out` that changes with any bit of it, and with their order."""

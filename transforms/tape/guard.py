@@ -101,6 +101,8 @@ class GuardMode(Recorder):
         self.expected_kept, self.make_selector, self.casts = expected_kept, selector, casts
         # A forward that leaves the tape may read decisions that the tape had no use for.
         self.held = expected_kept | expected.decided if expected.decided else expected_kept
+        if expected.offered:
+            self.held -= expected.offered
         self.keeps_decisions, self.decisions, self.leaving = decisions, None, leaving
         self.at = self.packs = self.named = 0
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
@@ -357,8 +359,8 @@ class GuardMode(Recorder):
         if expected is not None:
             node = expected.nodes[at] if at < len(expected.nodes) else None
             if node is not None and node.op is op and node.verdict != RECOMPUTE:
-                if at in self.expected_kept:
-                    self.kept[at] = value  # which a write since then has copied
+                if at in self.expected_kept and at not in self.kept:
+                    self.kept[at] = value
                 return
             self.leave()
         super().offer(at, value, op)

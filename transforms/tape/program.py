@@ -73,7 +73,7 @@ class Program:
     Attributes:
         outside: positions of the tensors from outside that it reads.
         direct: saved values that are tensors from outside: the positions of those.
-        kept: the ops whose kept results it takes.
+        kept: the ops whose kept results it takes, in order.
         draws: whether it draws random numbers.
         constants: what depends on nothing from outside; the other steps find it there. None for nothing.
     """
@@ -100,7 +100,7 @@ class Program:
         if self.constants is not None:
             self.steps = [step for step in self.steps if step.at not in self.constants.ops]
         self.writes = {root for step in self.steps if step.call for root in tape.nodes[step.at].written}
-        self.kept = frozenset(step.at for step in self.steps if step.call is None)
+        self.kept = dict.fromkeys([step.at for step in self.steps if step.call is None])
         self.draws = any(step.draws for step in self.steps)
         self.direct = tape.direct()
         self.first: list[tuple[int, int]] = []  # wanted values that are there before any step

@@ -388,7 +388,7 @@ class Recorded:
         living = ((at, one.there()) for at, one in given.items() if at >= tape.arguments)
         outside = {at: tensor for at, tensor in living if tensor is not None}
         return Operands(
-            tape, operands[: tape.arguments], outside, written, functools.partial(quiet, same_numbers)
+            tape, operands[: tape.arguments], outside.get, written, functools.partial(quiet, same_numbers)
         )
 
 

@@ -12,6 +12,7 @@ from remat.transforms.closure import StrayWatch
 from remat.transforms.compat import (
     autograd_again,
     data_of,
+    graph_task,
     memory_is_real,
     set_data,
     set_version,
@@ -34,18 +35,25 @@ class Held(Elsewhere):
         watched: a tensor in the same memory that the caller has, and may write to.
         region: the name of the region.
         hooks: the user's saved-tensor hooks, which it goes through as autograd's own saved values do.
+
+    Attributes:
+        takers: how many regions keep it. Hooks such as those of torch's checkpoint give it once a pass.
     """
 
-    __slots__ = ("hooks", "meta", "packed", "region", "version", "watched")
+    __slots__ = (
+        "_fetched", "_left", "_task", "hooks", "meta", "packed", "region", "takers", "version", "watched"
+    )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, region: str, hooks: Any, watched: Any = None) -> None:
         # No op of a region around: it would meet an alias that no op of its own has made.
         plain = quiet(tensor.detach)
         self.region, self.hooks = region, hooks
+        self.takers, self._left, self._task = 1, 0, -1
+        self._fetched: torch.Tensor | None = None
         # What is made below autograd, as by a recorder, has a version of its own.
         self.watched = plain if watched is None else quiet(watched.detach)
         self.version = version_of(self.watched)
-        self.packed: Any = plain if hooks is None else hooks[0](plain)
+        self.packed: Any = plain if hooks is None else quiet(hooks[0], plain)
         self.meta = None if hooks is None else metadata(plain)
 
     @property
@@ -56,14 +64,24 @@ class Held(Elsewhere):
     def get(self, alone: bool = False) -> torch.Tensor:
         """The value again; if `alone`, in memory of its own."""
         if self.hooks is not None:
-            with autograd_again():
-                value = quiet(lying_as, self.hooks[1](self.packed), self.meta)
+            value = self._fetch()
         elif version_of(self.watched) != self.version:
             raise RematError(written(f"region {self.region!r}", self.packed))
         else:
             value = self.packed
         # A new tensor object each time: autograd writes its own record on it.
         return value.clone() if alone else value.detach()
+
+    def _fetch(self) -> torch.Tensor:
+        """What the hooks give, held until all regions have taken it in this pass."""
+        value, task = self._fetched, graph_task()
+        if value is None or task == -1 or task != self._task:
+            with autograd_again():
+                value = quiet(lying_as, self.hooks[1](self.packed), self.meta)
+            self._task, self._left = task, self.takers
+        self._left -= 1
+        self._fetched = value if self._left > 0 else None
+        return value
 
 
 def held_values(
@@ -78,6 +96,8 @@ def held_values(
 
     def hold(value: Any) -> Any:
         if isinstance(value, Elsewhere):
+            if isinstance(value, Held):
+                value.takers += 1
             return value
         return Held(value, region, hooks, seen.get(storage(value)))
 

@@ -114,6 +114,7 @@ class Tape:
         decided: ops that are kept as decisions, whatever the policy says.
         lent: ops whose kept results regions inside rely on.
         writes_arguments: whether it writes to an argument: which of them share memory is then a part of it.
+        offered: ops whose results regions inside keep, and for that reason this one.
         sized_by_data: whether another call may have values of other shapes, its arguments being alike.
         meta: whether the region itself computes on the meta device.
     """
@@ -133,6 +134,7 @@ class Tape:
         self.looked: list[tuple[int, int]] = []
         self.decided: set[int] = set()
         self.lent: set[int] = set()
+        self.offered: set[int] = set()
         self.groups: set[str] = set()
         self.bookkeeping: set[int] = set()
         self.open: str | None = None
@@ -188,7 +190,7 @@ class Tape:
         made = copy.copy(self)
         made.nodes = [copy.copy(node) for node in self.nodes[:count]]
         last = self.nodes[count].first if count < len(self.nodes) else len(self.makers)
-        made.makers, made.lent = self.makers[:last], set(self.lent)
+        made.makers, made.lent, made.offered = self.makers[:last], set(self.lent), set(self.offered)
         made.outside, made.checks = [], None
         made.packed, made.owners = self.packed[:packed], self.owners[:packed]
         made.names, made.inner = self.names[:names], [pair for pair in self.inner if pair[1] <= count]

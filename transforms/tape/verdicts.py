@@ -138,10 +138,9 @@ class Verdicts(Mode):
 
     def share_around(self) -> None:
         """What regions around this one keep is not computed again by this one."""
-        around, mode = list[Any](), self.parent
-        while mode is not None:
+        around, mode = list[Any](), self
+        while not mode.apart and (mode := mode.parent) is not None:
             around.append(mode)
-            mode = mode.parent
         if not any(getattr(mode, "kept", None) for mode in around):
             return
         for at, there in self.outer.items():
@@ -162,7 +161,7 @@ class Verdicts(Mode):
         for at, value in kept.items():
             mode: Any = self
             op = self.tape.nodes[at].op
-            while at in mode.outer and mode.parent.records:
+            while at in mode.outer and mode.parent.records and not mode.apart:
                 at, mode = mode.outer[at], mode.parent
                 mode.offer(at, value, op)
 
@@ -171,6 +170,7 @@ class Verdicts(Mode):
         nodes = self.tape.nodes
         if at < len(nodes) and nodes[at].op is op and at not in self.kept:
             self.kept[at] = value
+            self.tape.offered.add(at)
             nodes[at].verdict = SAVE
             root = nodes[at].root
             self._kept_in.setdefault(root, []).append(at)

@@ -1,0 +1,431 @@
+"""Saved-tensor hooks of the user's around regions: every call packs the same values in the same order.
+
+`torch.utils.checkpoint` counts what is packed: its second run of a region has to pack what the first did.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from remat import (
+    RematError,
+    checkpoint_name,
+    checkpoint_policy,
+    offload_names,
+    remat,
+    save_attention,
+    save_everything,
+    save_matmuls,
+    save_names,
+    save_nothing,
+)
+
+Function = Callable[..., Any]
+N = 6
+EVERY = [
+    save_nothing,
+    save_matmuls,
+    save_matmuls | save_attention,
+    save_names("hidden"),
+    offload_names("hidden"),
+    save_everything,
+    checkpoint_policy(budget=0.5),
+    checkpoint_policy(budget=0.8, cost="flops"),
+]
+POLICIES = pytest.mark.parametrize("policy", EVERY, ids=repr)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Policy", "ignore:The .grad attribute", "ignore:A budget", "ignore:run cannot be planned"
+)
+
+
+# -- hooks ---------------------------------------------------------------------------------------------
+
+
+def plainly(fn: Function) -> Function:
+    return fn
+
+
+def checkpointed(fn: Function) -> Function:
+    return lambda *args: checkpoint(fn, *args, use_reentrant=False)
+
+
+def to_its_end(fn: Function) -> Function:
+    def run(*args: Any) -> Any:
+        with set_checkpoint_early_stop(False):
+            return checkpoint(fn, *args, use_reentrant=False)
+
+    return run
+
+
+def reentrant(fn: Function) -> Function:
+    return lambda *args: checkpoint(fn, *args, use_reentrant=True)
+
+
+def twice(fn: Function) -> Function:
+    return checkpointed(checkpointed(fn))
+
+
+def under(make: Function) -> Function:
+    def wrap(fn: Function) -> Function:
+        def run(*args: Any) -> Any:
+            with make():
+                return fn(*args)
+
+        return run
+
+    return wrap
+
+
+on_cpu = under(save_on_cpu)
+cloned = under(lambda: saved_tensors_hooks(torch.clone, torch.clone))
+as_arrays = under(
+    lambda: saved_tensors_hooks(lambda t: t.detach().numpy().copy(), lambda a: torch.from_numpy(a.copy()))
+)
+
+
+def in_both(fn: Function) -> Function:
+    return on_cpu(checkpointed(fn))
+
+
+COUNT = [checkpointed, to_its_end, reentrant, twice, in_both]
+RETURN_OTHERS = [cloned, as_arrays, on_cpu]
+
+
+# -- what is called ------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """One of a class whose `flag` decides which ops run, with the same arguments."""
+
+    def __init__(self, flag: int) -> None:
+        super().__init__()
+        self.flag = flag
+        self.w, self.v = (nn.Parameter(torch.randn(N, N, dtype=torch.float64) / 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = x @ self.w, x @ self.v
+        if self.flag == 0:
+            out = q @ k
+        elif self.flag == 1:
+            out = q @ (x @ x)
+        else:
+            out = (x @ x) * checkpoint_name(k.sin(), "hidden")
+        return torch.softmax(out, -1).tanh()
+
+
+def gradients(fn: Function, model: nn.Module) -> list[torch.Tensor | None]:
+    model.zero_grad()
+    x = (torch.arange(N * N, dtype=torch.float64).reshape(N, N) / 40).requires_grad_()
+    fn(x * 1.5).square().sum().backward()
+    return [x.grad, *[p.grad for p in model.parameters()]]
+
+
+def alike(got: Any, want: Any) -> bool:
+    def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+        return one is other if one is None or other is None else torch.allclose(one, other, rtol=1e-12)
+
+    return all(same(one, other) for one, other in zip(got, want, strict=True))
+
+
+def one_after_another(parts: list[Function]) -> Function:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for part in parts:
+            x = part(x)
+        return x
+
+    return run
+
+
+def layers() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList([Layer(flag) for flag in (0, 2, 1, 2)])
+
+
+def shapes_of(policy: Any, inner: Any, hooks: Function) -> dict[str, tuple[Function, Function]]:
+    """Functions of layers, without regions and with."""
+
+    def each(wrap: Function) -> Function:
+        return lambda model: one_after_another([wrap(layer) for layer in model])
+
+    plain: Function = lambda layer: layer  # noqa: E731
+    return {
+        "around each": (each(hooks), each(lambda m: hooks(remat(m, policy=policy)))),
+        "around all": (
+            lambda model: hooks(each(plain)(model)),
+            lambda model: hooks(each(lambda m: remat(m, policy=policy))(model)),
+        ),
+        "nested": (
+            lambda model: hooks(each(plain)(model)),
+            lambda model: hooks(remat(each(lambda m: remat(m, policy=inner))(model), policy=policy)),
+        ),
+        "inside": (
+            each(hooks),
+            lambda model: remat(each(lambda m: hooks(remat(m, policy=inner)))(model), policy=policy),
+        ),
+    }
+
+
+SHAPES = pytest.mark.parametrize("shape", ["around each", "around all", "nested", "inside"])
+
+
+def check(made: tuple[Function, Function], calls: int = 3) -> None:
+    model = layers()
+    expected = gradients(made[0](model), model)
+    region = made[1](model)
+    for _ in range(calls):
+        assert alike(gradients(region, model), expected)
+
+
+@POLICIES
+@SHAPES
+@pytest.mark.parametrize("hooks", COUNT)
+def test_hooks_that_count(hooks: Function, shape: str, policy: Any) -> None:
+    """Torch's checkpoint around regions, or inside one: in the first call and in later ones."""
+    check(shapes_of(policy, save_matmuls, hooks)[shape])
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls, checkpoint_policy(budget=0.5)], ids=repr)
+@SHAPES
+@pytest.mark.parametrize("hooks", RETURN_OTHERS)
+def test_hooks_that_return_another_tensor(hooks: Function, shape: str, policy: Any) -> None:
+    check(shapes_of(policy, save_nothing, hooks)[shape], calls=2)
+
+
+@POLICIES
+@SHAPES
+@pytest.mark.parametrize("inner", [save_nothing, save_everything, checkpoint_policy(budget=0.5)], ids=repr)
+def test_every_call_packs_the_same(inner: Any, shape: str, policy: Any) -> None:
+    """Also where the hooks compute with it. A look at a function for a budget shows them nothing."""
+    seen: list[Any] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        assert not isinstance(tensor, FakeTensor)
+        seen.append((tuple(tensor.shape), tensor.detach().sum().item()))
+        return tensor
+
+    counting = under(lambda: saved_tensors_hooks(pack, lambda tensor: tensor))
+    model = layers()
+    region = shapes_of(policy, inner, counting)[shape][1](model)
+    packed = []
+    for _ in range(4):
+        seen.clear()
+        gradients(region, model)
+        packed.append(list(seen))
+    assert packed[1:] == packed[:1] * 3
+
+
+@POLICIES
+def test_functions_from_one_maker(policy: Any) -> None:
+    """They share what is learnt of their code, and run other ops for the same arguments."""
+    a, b = (torch.randn(N, N, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def make(kind: int) -> Function:
+        def block(x: torch.Tensor) -> torch.Tensor:
+            q, k = x @ a, x @ b
+            return q @ k if kind == 0 else q @ (x @ x) if kind == 1 else (x @ x) * k
+
+        return block
+
+    for kind in (0, 1, 2, 1, 2, 0):
+        block, x = make(kind), torch.randn(N, N, dtype=torch.float64, requires_grad=True)
+        regions = checkpointed(remat(block, policy=policy))
+        want = torch.autograd.grad(block(x).square().sum(), (x, a, b), allow_unused=True)
+        for _ in range(2):
+            got = torch.autograd.grad(regions(x).square().sum(), (x, a, b), allow_unused=True)
+            assert alike(got, want)
+
+
+def test_a_region_that_calls_itself() -> None:
+    """With one signature at every depth, and other ops."""
+    w = torch.randn(N, N, dtype=torch.float64, requires_grad=True)
+    depth = [0]
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        depth[0] += 1
+        deep = depth[0] % 3
+        h = (x @ w).sin() if deep else x.cos() @ w @ w
+        return region(h) * x if deep else h
+
+    region = remat(block, policy=save_matmuls)
+    for _ in range(3):
+        x = torch.randn(N, N, dtype=torch.float64, requires_grad=True)
+        depth[0] = 0
+        got = torch.autograd.grad(checkpointed(region)(x).sum(), (x, w))
+        depth[0] = 0
+        h = (x @ w).sin()
+        h2 = (h @ w).sin()
+        want = torch.autograd.grad((h2.cos() @ w @ w * h * x).sum(), (x, w))
+        assert alike(got, want)
+
+
+# -- regions whose function runs again -----------------------------------------------------------------
+
+
+def looked_at(tensor: torch.Tensor) -> torch.Tensor:
+    """From here on ops do not tell all: the region's function runs again as a whole."""
+    tensor.detach().numpy()
+    return tensor
+
+
+STATE: dict[str, torch.Tensor] = {}
+
+
+def by_argument(x: torch.Tensor) -> torch.Tensor:
+    return looked_at(x.sin()).exp() * x
+
+
+def by_another_way(x: torch.Tensor) -> torch.Tensor:
+    # The argument itself, which the region is not given here.
+    return looked_at(STATE["x"].sin()) * x
+
+
+def by_a_look_at_it(x: torch.Tensor) -> torch.Tensor:
+    return looked_at(x.sin()) @ STATE["x"].t() * STATE["x"][0]
+
+
+def of_a_result(x: torch.Tensor) -> torch.Tensor:
+    # Which it both reads and saves.
+    return looked_at(x.sin()) @ STATE["h"] * STATE["h"].cos()
+
+
+def of_a_buffer(x: torch.Tensor) -> torch.Tensor:
+    return looked_at(x.sin()) @ STATE["buffer"] * STATE["buffer"].cos()
+
+
+def by_an_operator(x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > -1e6, lambda t: t.sin().exp(), lambda t: t.cos().exp(), (x,)) * STATE["h"]
+
+
+AGAIN = [by_argument, by_another_way, by_a_look_at_it, of_a_result, of_a_buffer, by_an_operator]
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("hooks", [cloned, as_arrays, on_cpu, checkpointed, to_its_end, twice, in_both])
+@pytest.mark.parametrize("fn", AGAIN)
+def test_a_function_that_runs_again(fn: Function, hooks: Function, depth: int, policy: Any) -> None:
+    """What it reads is known by what the region was given, not by what hooks give back."""
+    if hooks is as_arrays and fn is by_an_operator:
+        pytest.skip("torch.cond shows hooks tensors without memory")
+
+    def gradient(run: Function) -> torch.Tensor | None:
+        x = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4).requires_grad_()
+        STATE.update(x=x * 1.5, h=(x * 0.5).tanh(), buffer=torch.ones(4, 4, dtype=torch.float64) / 3)
+        run(STATE["x"]).square().sum().backward()
+        return x.grad
+
+    region = fn
+    for _ in range(depth):
+        region = remat(region, policy=policy)
+    want = gradient(hooks(fn))
+    for _ in range(2):
+        assert torch.allclose(gradient(hooks(region)), want, rtol=1e-12)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("hooks", [plainly, cloned, on_cpu])
+def test_a_tensor_that_was_put_in_anothers_place(hooks: Function, depth: int) -> None:
+    """However deep, and whatever hooks are around: the gradient would be that of another function."""
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4).requires_grad_()
+    state = {"last": x.detach().sum(0).sigmoid()}
+
+    def fn(h: torch.Tensor) -> torch.Tensor:
+        last, state["last"] = state["last"], h.detach().mean(0)
+        made = torch.empty(1, dtype=torch.float64)
+        made.numpy()[...] = 2.0  # by no op
+        return remat(lambda z: (z.sin() * made).exp())(h * last)
+
+    region: Function = remat(fn)
+    for _ in range(depth):
+        region = remat(lambda h, inner=region: inner(h))
+    out = hooks(region)(x * 2)
+    with pytest.raises(RematError, match="put in the place"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("hooks", [cloned, as_arrays])
+def test_an_argument_that_was_written_to(hooks: Function) -> None:
+    """Hooks have what was in it; a function that reads it by another way would find the new."""
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4).requires_grad_()
+    STATE["x"] = x * 1.5
+    out = hooks(remat(by_another_way))(STATE["x"])
+    with torch.no_grad():
+        STATE["x"].mul_(2)
+    with pytest.raises(RematError, match="reads another tensor"):
+        out.sum().backward()
+
+
+# -- drawn programs ------------------------------------------------------------------------------------
+
+OPS = ["mm", "mm", "mm", "mul", "sin", "softmax", "norm", "name", "t", "index", "dropout", "unread", "write"]
+
+
+def drawn_op(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if op == "unread":
+        _ = a @ b
+        return a + 1
+    if op == "write":
+        return (a * 2).sin_()
+    return {
+        "mm": lambda: a @ b,
+        "mul": lambda: a * b,
+        "sin": lambda: a.sin(),
+        "softmax": lambda: torch.softmax(a, -1),
+        "norm": lambda: nn.functional.layer_norm(a, (N,)),
+        "name": lambda: checkpoint_name(a.cos(), "hidden"),
+        "t": lambda: a.t(),
+        "index": lambda: a * a.max(-1, keepdim=True).indices,
+        "dropout": lambda: nn.functional.dropout(a, 0.3),
+    }[op]()
+
+
+class Drawn(nn.Module):
+    def __init__(self, program: list[Any], flag: bool) -> None:
+        super().__init__()
+        self.program, self.flag = program, flag
+        self.w = nn.Parameter(torch.randn(N, N, dtype=torch.float64) / 2)
+        self.register_buffer("b", torch.randn(N, N, dtype=torch.float64) / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = [x, self.w, self.b]
+        for op, i, j, other in self.program:
+            chosen = other if self.flag and other else op
+            values.append(drawn_op(chosen, values[i % len(values)], values[j % len(values)]))
+        return values[-1].tanh() + values[-2] + x
+
+
+def drawn_case(seed: int) -> tuple[nn.ModuleList, tuple[Function, Function]]:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    program = [
+        (draw.choice(OPS), draw.randrange(20), draw.randrange(20), draw.choice([None, None, *OPS]))
+        for _ in range(draw.randint(3, 8))
+    ]
+    model = nn.ModuleList([Drawn(program, draw.random() < 0.5) for _ in range(draw.randint(1, 4))])
+    policy, inner, hooks = (
+        draw.choice(EVERY),
+        draw.choice(EVERY),
+        draw.choice([checkpointed, to_its_end, twice]),
+    )
+    return model, draw.choice(list(shapes_of(policy, inner, hooks).values()))
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_drawn_programs_in_torchs_checkpoint(first: int) -> None:
+    for seed in range(first, first + 10):
+        model, made = drawn_case(seed)
+        plain, region = made[0](model), made[1](model)
+        for step in range(2):
+            torch.manual_seed(step)
+            want = gradients(plain, model)
+            torch.manual_seed(step)
+            assert alike(gradients(region, model), want), seed
