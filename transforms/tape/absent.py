@@ -20,8 +20,8 @@ class Absent:
     There are two kinds. Copies and views that no op reads: autograd makes such for writes in place, where an
     operand is differentiated, and the run for one of several levels may differentiate less. And ops that do
     not depend on arguments, if somebody holds what came of them: a cache that the forward has filled (masks,
-    rotary tables). Who reads such a value in the second run must read the very tensor. And who reads the very
-    tensor of another value, in place of the one made anew, reads what the first call has put by.
+    rotary tables, samples). Who reads such a value in the second run must read the very tensor. And who reads
+    the very tensor of another value, in place of the one made anew, reads what the first call has put by.
 
     Args:
         tape: of the forward.
@@ -69,9 +69,11 @@ def _from_no_argument(tape: Tape) -> set[int]:
     found: set[int] = set()
     for i, node in enumerate(tape.nodes):
         facts = traits(node.op)
-        drawn = node.draws or facts.may_draw or facts.outside or facts.higher_order
+        # (Every draw is given the state of its own, so that one may be left out.)
+        drawn = facts.may_draw and not (facts.random and node.draws)
+        unknown = drawn or facts.outside or facts.higher_order
         given = any(at < tape.arguments for at in node.external)
-        if not drawn and not given and found.issuperset(node.deps) and found.issuperset(node.written):
+        if not unknown and not given and found.issuperset(node.deps) and found.issuperset(node.written):
             found.add(i)
     return found
 
