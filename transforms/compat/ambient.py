@@ -7,6 +7,7 @@ name was tried on 2.11.0, 2.13.0 and 2.15.0 (CPU), by the whole test suite.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -69,6 +70,13 @@ def _put_on(modes: Sequence[Any]) -> None:
         torch._C._pop_torch_function_stack()
     for mode in modes:
         torch._C._push_on_torch_function_stack(mode)
+
+
+# Whether ops here are not those of inference mode. A level of torch.func turns the flag off and leaves the
+# keys of dispatch: below it nothing is recorded, though `torch.is_inference_mode_enabled()` says no (2.13).
+outside_inference: Callable[[], bool] = functools.partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.ADInplaceOrView
+)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -312,6 +312,9 @@ class FlatCall:
         self.operands = [as_operand(t) for t in (*unique, *captured)]
         self.bindings = Bindings(reach, states=True, bound=True)
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
+        with functions_as_they_are():
+            # Plain autograd saves none of these.
+            self.family.inference = any([unwrapped(t).is_inference() for t in self.operands])
         self.out_leaves, self.out_at = list[Any](), list[int]()
         self.out_spec: Any = None  # that of a single tensor is None
         self.aliasing = Aliasing()

@@ -27,6 +27,7 @@ from remat.transforms.compat import (
     is_wrapped,
     level_of,
     next_node,
+    outside_inference,
     uncompiled,
     unwrap_for_grad,
     unwrap_once,
@@ -417,6 +418,8 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             stack.enter_context(recorded.surroundings(needs))
             replay = recorded.replay(needs, operands)
         stack.enter_context(replaying(replay, family.region.name))
+        if not outside_inference() and not family.inference:
+            stack.enter_context(torch.inference_mode(False))  # as in the forward
         try:
             return tuple(prim.body(*operands))
         except Missed as missed:

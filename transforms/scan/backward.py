@@ -36,7 +36,7 @@ from remat.transforms.scan.spec import (
     fetch,
     with_step_note,
 )
-from remat.transforms.scan.vjp import OneByOne, pull
+from remat.transforms.scan.vjp import OneByOne, by_func, pull
 from remat.transforms.sharded import PLAIN
 from remat.transforms.state import Print, alike, prints_of
 from remat.transforms.tape import holders, holds, noticing
@@ -63,7 +63,8 @@ class _Backward:
         self.run: Any = outside_batched_grads()(with_step_note) if batched_grads_around() else with_step_note
         self.coming: dict[int, Coming] = {}
         self.again: dict[int, list[Print]] = {}
-        self.one = None if scan.over or in_transform() else OneByOne(self.consts, self.needs)
+        by_levels = bool(scan.over) or by_func(flat)
+        self.one = None if by_levels else OneByOne(self.consts, self.needs)
         if self.blocks is not None:
             self.xs = dense(self.xs)
             self.device = flat[scan.sizes[0]].device

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import engine_grad, in_transform
+from remat.transforms.compat import engine_grad, in_transform, outside_inference
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.state import in_backward, noting
 
@@ -64,12 +64,18 @@ def pull(
     cts = list(carry_cts)
     for row in y_cts:
         cts += row
-    if in_transform():
+    if by_func(flat):
         grads = _with_func(outputs, flat, marks, cts, over)
     else:
         grads = _with_autograd(outputs, flat, marks, cts, over, head)
     tail = [grads[i : i + width] for i in range(body, len(grads), width)] if width else [[] for _ in rows]
     return grads[:head], grads[head:body], tail
+
+
+def by_func(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether torch.func differentiates steps: under its levels, and where plain autograd records nothing or
+    saves none of the tensors (inference mode)."""
+    return in_transform() or not outside_inference() or any([t.is_inference() for t in tensors])
 
 
 class OneByOne:

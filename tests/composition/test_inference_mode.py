@@ -1,0 +1,127 @@
+"""Transforms of torch.func inside `torch.inference_mode()`, and tensors that were made there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from remat import remat, save_matmuls, save_nothing, scan_remat
+from tests.helpers import rand
+
+POLICIES = [save_nothing, save_matmuls]
+W = rand(3, 3, seed=1)
+
+
+def field(x):
+    return (x @ W).sin() @ W
+
+
+def energy(fn):
+    return lambda x: fn(x).square().sum()
+
+
+def pulled(fn, x):
+    out, pull = vjp(fn, x)  # pyright: ignore[reportAssignmentType]
+    return pull(out)[0]
+
+
+WAYS = {
+    "grad": lambda fn, x: grad(energy(fn))(x),
+    "grad of grad": lambda fn, x: grad(lambda x: grad(energy(fn))(x).sum())(x),
+    "vjp": pulled,
+    "jacrev": lambda fn, x: jacrev(fn)(x),
+    "jacfwd": lambda fn, x: jacfwd(fn)(x),
+    "hessian": lambda fn, x: hessian(energy(fn))(x),
+    "jvp": lambda fn, x: jvp(fn, (x,), (x,))[1],
+    "jvp of grad": lambda fn, x: jvp(grad(energy(fn)), (x,), (x,))[1],
+    "vmap(grad)": lambda fn, x: vmap(grad(energy(fn)))(torch.stack([x, 2 * x])),
+    "grad(vmap)": lambda fn, x: grad(lambda t: vmap(fn)(t).square().sum())(torch.stack([x, 2 * x])),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_inside_inference_mode(way, made_inside, policy):
+    region, run, x = remat(field, policy=policy), WAYS[way], rand(3)
+    with torch.inference_mode():
+        x = x * 1.0 if made_inside else x
+        want = run(field, x)
+        for _ in range(2):
+            torch.testing.assert_close(run(region, x), want)
+        torch.testing.assert_close(run(lambda x: remat(lambda x: region(x))(x), x), want)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_inference_tensor_as_operand(way, policy):
+    """Features of a frozen encoder, captured and passed."""
+    with torch.inference_mode():
+        feature, captured = rand(3, 3, seed=2) * 1.0, rand(3, 3, seed=3) * 1.0
+
+    def head(p, z):
+        return ((p @ z).tanh() @ captured).sin()
+
+    region, run, x = remat(head, policy=policy), WAYS[way], rand(3)
+    want = run(lambda p: head(p, feature), x)
+    for _ in range(2):
+        torch.testing.assert_close(run(lambda p: region(p, feature), x), want)
+
+
+def test_a_pull_on_the_other_side():
+    region, x = remat(field), rand(3)
+    want = pulled(field, x)
+    with torch.inference_mode():
+        out, pull = vjp(region, x)  # pyright: ignore[reportAssignmentType]
+    torch.testing.assert_close(pull(out)[0], want)
+    out, pull = vjp(region, x)  # pyright: ignore[reportAssignmentType]
+    with torch.inference_mode():
+        torch.testing.assert_close(pull(out)[0], want)
+
+
+def test_a_module_with_dropout_and_its_parameters():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 3)).double()
+    region, x = remat(model), rand(2, 3)
+
+    def run(fn):
+        torch.manual_seed(0)
+        return grad(lambda p: functional_call(fn, p, (x,)).square().sum())(dict(model.named_parameters()))
+
+    with torch.inference_mode():
+        torch.testing.assert_close(run(region), run(model))
+
+
+def test_a_scan():
+    def loop(x):
+        for _ in range(4):
+            x = (x @ W).tanh()
+        return x
+
+    def scanned(x):
+        return scan_remat(lambda c, _: ((c @ W).tanh(), None), x, None, length=4)[0]
+
+    x = rand(3)
+    with torch.inference_mode():
+        for run in (WAYS["grad"], WAYS["vjp"], WAYS["jacrev"], WAYS["vmap(grad)"]):
+            torch.testing.assert_close(run(scanned, x), run(loop, x))
+    # Elements and a captured tensor that were made there, outside of it.
+    with torch.inference_mode():
+        w, xs = W * 1.0, rand(4, 3, seed=4) * 1.0
+
+    def given(c, x):
+        return (c @ w + x).tanh(), c.sin()
+
+    def plain(c):
+        ys = []
+        for x in xs:
+            c, y = given(c, x)
+            ys.append(y)
+        return c + torch.stack(ys).sum(0)
+
+    def scanned_over(c):
+        c, ys = scan_remat(given, c, xs)
+        return c + ys.sum(0)
+
+    for run in (WAYS["grad"], WAYS["vjp"], WAYS["jacrev"], WAYS["vmap(grad)"]):
+        torch.testing.assert_close(run(scanned_over, x), run(plain, x))
