@@ -376,7 +376,7 @@ WRITES = {
     "copy of a storage": lambda m: m.weight.untyped_storage().copy_(torch.zeros(3, 3).untyped_storage()),
     "fill of a storage": lambda m: m.mask.untyped_storage().fill_(1),
     "numpy": lambda m: m.mask.numpy().fill(5),
-    "foreach": lambda m: torch._foreach_mul_([m.weight.data, m.mask], 3.0),
+    "in place": lambda m: [t.mul_(3) for t in (m.weight.data, m.mask)],
     "another parameter": lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(3, 3))),
     "data": lambda m: setattr(m.weight, "data", torch.zeros(3, 3)),
 }
