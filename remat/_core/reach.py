@@ -98,6 +98,17 @@ class Reach:
             self._seen[id(value)] = value
             self._look_at(value)
 
+    def mute(self) -> None:
+        """Let hooks on the backward of modules do nothing, until `restore`: what they are given has no data.
+
+        They stay in their tables, as a module that has some runs other ops.
+        """
+        for module in self.modules:
+            held = object.__getattribute__(module, "__dict__")
+            for table in (held.get("_backward_hooks"), held.get("_backward_pre_hooks")):
+                for key in table or ():
+                    table[key] = _nothing
+
     def restore(self) -> None:
         """Put modules, attributes of tensors and random streams back."""
         for put_back, where, before in self._streams:
@@ -226,6 +237,10 @@ class Reach:
         for name in ("__self__", "__func__", "func", "args", "keywords", "fget", "fset", "__wrapped__"):
             if (part := getattr(value, name, None)) is not None:
                 self._stack.append(part)
+
+
+def _nothing(*given: Any) -> None:
+    """A hook that changes nothing."""
 
 
 _WRAPPERS = (types.MethodType, types.BuiltinFunctionType, functools.partial, functools.partialmethod)

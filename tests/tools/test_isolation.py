@@ -220,6 +220,30 @@ def test_checkpoints_of_torch_that_accumulate_are_looked_at(fn, look):
     assert all(p.grad is None for p in (*model.parameters(), x))
 
 
+MODULE_HOOKS = {
+    "full": lambda m, hook: m.register_full_backward_hook(hook),
+    "before": lambda m, hook: m.register_full_backward_pre_hook(hook),
+    "old": lambda m, hook: m.register_backward_hook(hook),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*non-full backward hook")
+@pytest.mark.parametrize("kind", MODULE_HOOKS)
+@pytest.mark.parametrize("look", ["pareto", "budget", "plan_model", "plan_chain"])
+def test_no_hook_of_a_module_is_given_gradients_without_data(kind, look):
+    model, met = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), []
+
+    def hook(module, *gradients):
+        met.extend(type(g) for given in gradients for g in given if g is not None)
+
+    MODULE_HOOKS[kind](model[0], hook)
+    x = X.clone().requires_grad_()
+    LOOKS[look](model, x)
+    assert not met
+    model(x).sum().backward()
+    assert set(met) == {torch.Tensor}
+
+
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=0.1),
     "fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),

@@ -36,6 +36,7 @@ def looking(*roots: Any) -> Iterator[Reach]:
     """
     with fakes_watched() as modes:
         with isolating(*roots) as reach:
+            reach.mute()
             try:
                 with _one_sequence_a_row():
                     yield reach
