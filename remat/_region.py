@@ -21,6 +21,7 @@ from remat.policies import Policy, PolicySelector, save_everything, save_nothing
 from remat.transforms import (
     RematError,
     blank,
+    is_tensor,
     names_of,
     register,
     set_class,
@@ -336,7 +337,7 @@ def _call_static(
     moving = tuple([a for i, a in enumerate(args) if i not in fixed])
     settled = {k: v for k, v in kwargs.items() if k in options.names}
     for value in (*[args[i] for i in fixed], *settled.values()):
-        if isinstance(value, torch.Tensor):
+        if is_tensor(value):
             raise ArgumentError(
                 "remat: a static argument is a tensor; static arguments carry no derivative, pass it as an "
                 "ordinary one"

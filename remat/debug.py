@@ -12,7 +12,7 @@ import torch
 
 from remat._core import warn_user
 from remat._inspect import looked_at
-from remat.transforms import RematError, leaves_behind, tree_leaves
+from remat.transforms import RematError, is_tensor, leaves_behind, tree_leaves
 from remat.transforms.compat import OpOverload, compiled_for_graphs, example_of
 from remat.transforms.compiled import RECOMPUTED
 
@@ -228,7 +228,7 @@ def _compile_and_run(fn: Any, args: Any, kwargs: Any, wanted: RegionNodes, found
     out = compiled_for_graphs(
         uncompiled(fn), lambda m: wanted.add(m.graph.nodes), lambda m: found.add(m.graph.nodes)
     )(*args, **kwargs)
-    ends = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    ends = [t for t in tree_leaves(out) if is_tensor(t) and t.requires_grad]
     if ends:
         torch.autograd.grad(ends, leaves_behind(ends), [torch.ones_like(t) for t in ends], allow_unused=True)
 
@@ -249,7 +249,7 @@ def _kept(found: Nodes, makers: dict[str, str]) -> tuple[Taken, ...]:
     for node in found:
         for source in () if node in taken else node.all_input_nodes:
             base = _base(source)
-            if base in inside or base in known or not isinstance(base.meta.get("val"), torch.Tensor):
+            if base in inside or base in known or not is_tensor(base.meta.get("val")):
                 continue
             known.add(base)
             if _reads_input(base):

@@ -36,6 +36,7 @@ from remat.transforms.grad import (
     value_and_grad,  # the value and the gradient of a scalar function, value first
 )
 from remat.transforms.objects import (
+    MISSING,  # what a slot holds that holds nothing
     attributes,  # the attributes that an object has of its own
     blank,  # an instance that no constructor has seen
     container_of,  # the built-in container that an object's class is, or derives from
@@ -47,6 +48,7 @@ from remat.transforms.objects import (
     items,  # what a container holds, of a dict the values
     length,  # how many items a container has, whatever its class says
     modules_in,  # modules and those in them
+    name_of,  # the qualified name of a class, past its metaclass
     names_of,  # what a class itself defines, past its metaclass
     set_class,  # give an object another class
     slots,  # the slots of an object's class

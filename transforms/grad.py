@@ -16,6 +16,7 @@ from torch import Tensor
 
 from remat.transforms.compat import forward_ad_active, in_transform
 from remat.transforms.errors import WrongValue
+from remat.transforms.objects import is_tensor
 from remat.transforms.pytree import flatten, map_only, tree_leaves, unflatten
 
 P = ParamSpec("P")
@@ -96,7 +97,7 @@ def _differentiated_around(args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     # Autograd records nothing in inference mode, and nothing can require grad of its tensors outside it.
     if in_transform() or torch.is_inference_mode_enabled():
         return True
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = [t for t in tree_leaves((args, kwargs)) if is_tensor(t)]
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return recorded or any(t.is_inference() for t in tensors) or forward_ad_active(tensors)
 
@@ -117,7 +118,7 @@ def _outermost(
         output = fun(*replace_arguments(args, positions, unflatten(leaves, spec)), **kwargs)
         value, aux = _split(output) if has_aux else (output, None)
         check_scalar(value)
-        returned = [t for t in tree_leaves((value, aux)) if isinstance(t, Tensor)]
+        returned = [t for t in tree_leaves((value, aux)) if is_tensor(t)]
         # Captured tensors that require grad are found only now: derivatives with respect to them must flow
         # through what is returned, as with torch.func.grad.
         attached = outer_grad and reaches_other_leaves(returned, leaves)
@@ -165,7 +166,7 @@ def fresh_leaf(x: Any) -> Tensor:
 
 def checked_tensor(x: Any) -> Tensor:
     """`x` itself. Raises ValueError where it is not a tensor."""
-    if not isinstance(x, Tensor):
+    if not is_tensor(x):
         raise WrongValue(
             f"An argument to differentiate must be a pytree of tensors, got {x!r} of type {type(x)} in it. "
             f"Pass it as another argument, or choose the arguments to differentiate with argnums."
@@ -181,7 +182,7 @@ def _split(output: Any) -> tuple[Any, Any]:
 
 def check_scalar(value: Any) -> None:
     """Raises RuntimeError where `value` is not a tensor of no dimensions."""
-    if not isinstance(value, Tensor):
+    if not is_tensor(value):
         raise RuntimeError(
             f"Expected the function to return a scalar tensor, got {value!r}, a {type(value)}."
         )

@@ -17,7 +17,7 @@ import types
 import weakref
 from _abc import _abc_init  # type: ignore[attr-defined]  # pyright: ignore
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ MISSING: Any = object()
 _T = TypeVar("_T", bound=type)
 
 # Of a class, past its metaclass.
-_mro: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
+mro: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
 names_of: Callable[[type], types.MappingProxyType[str, Any]] = vars(type)["__dict__"].__get__
 
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
@@ -50,7 +50,7 @@ class _Layout:
         # Found by its number, since a metaclass may define a hash; held weakly, and forgotten with the class.
         number = id(kind)
         self.kind = weakref.ref(kind, lambda _: _layouts.pop(number, None))
-        line = _mro(kind)
+        line = mro(kind)
         tables = (names_of(base).get("__dict__") for base in line)
         found = next((t for t in tables if isinstance(t, _DESCRIPTORS)), None)
         if not issubclass(kind, threading.local):
@@ -78,17 +78,20 @@ def _layout(kind: type) -> _Layout:
     return found
 
 
+name_of: Callable[[type], str] = vars(type)["__qualname__"].__get__
+
+
 def is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
     """`isinstance` by the class that an object has, not by the `__class__` that it shows."""
     return issubclass(type(value), kind)
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether `value` is a tensor."""
     return issubclass(type(value), torch.Tensor)
 
 
-def is_module(value: Any) -> bool:
+def is_module(value: Any) -> TypeGuard[torch.nn.Module]:
     """Whether `value` is a module, past its `__init__` of torch's."""
     return issubclass(type(value), torch.nn.Module)
 
@@ -112,6 +115,17 @@ def items(value: Any) -> list[Any]:
         # Its methods are those of what it shows.
         return [one for shown in gc.get_referents(value) for one in items(shown)]
     return []
+
+
+_PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+
+
+def plain_of(value: Any) -> Any:
+    """The number or the text that an instance of a class of the user's derives from, such as an enum's; None
+    for another object, and for what is plain itself."""
+    kind = type(value)
+    base = next((base for base in _PLAIN if kind is not base and issubclass(kind, base)), None)
+    return None if base is None or kind is bool else _PLAIN[base](value)
 
 
 def attributes(value: Any) -> dict[str, Any] | None:
@@ -173,13 +187,28 @@ def modules_in(*modules: torch.nn.Module) -> list[torch.nn.Module]:
     return list(seen.values())
 
 
+def named_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters of a module and of those in it by qualified name, then buffers, once each."""
+    names, seen = [("", module)], dict[int, str]()
+    parts: list[tuple[str, torch.nn.Module]] = []
+    while names:
+        prefix, part = names.pop()
+        if id(part) not in seen:
+            seen[id(part)] = prefix
+            parts.append((prefix, part))
+            children = [(f"{prefix}{name}.", c) for name, c in dict.items(tables_of(part)[2]) if is_module(c)]
+            names += reversed(children)
+    every = [(f"{p}{name}", t) for i in (0, 1) for p, m in parts for name, t in dict.items(tables_of(m)[i])]
+    return list({id(t): (name, t) for name, t in reversed(every) if is_tensor(t)}.values())[::-1]
+
+
 # -- making ------------------------------------------------------------------------------------------------
 
 
 def blank(kind: type) -> Any:
     """An instance of `kind` that no constructor has seen."""
     # Of the built-in type that lays it out: `object` refuses to make a dict.
-    base = next(base for base in _mro(kind) if not base.__flags__ & _ON_HEAP)
+    base = next(base for base in mro(kind) if not base.__flags__ & _ON_HEAP)
     make: Any = base.__new__
     return make(kind)
 
@@ -235,7 +264,7 @@ def subclass(cls: type, mixin: type, about: dict[str, Any]) -> type:
     """A subclass of `mixin`, which is `unannounced`, and of `cls`: no registry or metaclass hears of it."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     made = type.__new__(type(cls), cls.__name__, (mixin, cls), names | about)
-    if any("_abc_impl" in names_of(base) for base in _mro(cls)):
+    if any("_abc_impl" in names_of(base) for base in mro(cls)):
         # What `ABCMeta` does: else the two would share one memory of what is an instance of them.
         _abc_init(made)
     return made

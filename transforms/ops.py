@@ -13,6 +13,7 @@ import torch
 
 from remat.transforms.caches import BoundedCache
 from remat.transforms.compat import OpOverload, functions_as_they_are
+from remat.transforms.objects import is_tensor
 from remat.transforms.placeholders import Meta
 
 # Ops that torch dispatches or not depending on grad mode, hooks and caches, and that compute nothing: the
@@ -123,7 +124,7 @@ def _basename(op: Any) -> str:
 def is_shape_arithmetic(args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> bool:
     """Whether a call computes sizes only, on the meta device: torch does so for tangents known to be zero,
     or not."""
-    if not args or not isinstance(args[0], torch.Tensor) or not args[0].is_meta:
+    if not args or not is_tensor(args[0]) or not args[0].is_meta:
         return False
     # A factory may take no more than the shape of it: our programs say `device` then.
     device = kwargs.get("device") if kwargs else None
@@ -154,11 +155,11 @@ _SWITCHES = ("train", "training")
 
 def tensors_in(values: Any) -> Iterable[torch.Tensor]:
     """The tensors among the arguments or results of an op."""
-    if isinstance(values, torch.Tensor):
+    if is_tensor(values):
         yield values
     elif isinstance(values, (tuple, list)):
         for value in values:
-            if isinstance(value, torch.Tensor):
+            if is_tensor(value):
                 yield value
             elif isinstance(value, (tuple, list)):
                 yield from tensors_in(value)
@@ -168,7 +169,7 @@ def tensors_in(values: Any) -> Iterable[torch.Tensor]:
 
 def metadata(out: Any) -> Any:
     """`out` with its tensors replaced by their metadata."""
-    if isinstance(out, torch.Tensor):
+    if is_tensor(out):
         if out.layout is torch.strided and not out.is_nested:
             return Meta((out.shape, out.stride(), out.dtype, out.device))
         shape = torch.Size((out.size(0), out.numel())) if out.layout is torch.strided else out.shape

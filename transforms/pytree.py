@@ -11,6 +11,7 @@ Where Dynamo traces, and on a torch whose registry lies elsewhere, torch's own f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -23,8 +24,10 @@ from typing import Any
 import optree
 import torch
 
+from remat.transforms.caches import BoundedCache
 from remat.transforms.compat import torch_pytree
 from remat.transforms.errors import RematError
+from remat.transforms.objects import attributes, container_of, is_tensor, items, mro, names_of, rebuilt
 
 Spec = optree.PyTreeSpec | torch_pytree.TreeSpec
 
@@ -42,12 +45,24 @@ _last: tuple[int, Any] = (0, None)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
-    """Leaves and structure of `tree`; None is a leaf."""
+    """Leaves and structure of `tree`; None is a leaf, and so is a container that leads to itself."""
     if _registry is None or torch.compiler.is_dynamo_compiling():
         return torch_pytree.tree_flatten(tree)
     if (len(_registry), next(reversed(_registry))) != _last:
         _copy()
-    return optree.tree_flatten(tree, none_is_leaf=True, namespace=_SPACE)  # type: ignore[return-value]
+    try:
+        leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_SPACE)
+    except RecursionError:
+        leaves, spec = _flatten_endless(tree)
+    inner = spec.num_nodes - spec.num_leaves
+    if inner and not (_is_call(tree) if inner == 3 else inner == 1 and type(tree) in _BUILT_IN):
+        return flatten(tree) if _constructs(spec) else (leaves, spec)
+    return leaves, spec
+
+
+def _is_call(tree: Any) -> bool:
+    """Whether it is a tuple of arguments and a dict of keywords, which are three containers."""
+    return type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict
 
 
 def unflatten(leaves: Iterable[Any], spec: Spec) -> Any:
@@ -70,7 +85,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def map_only(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with `function` of every leaf that is a `kind`; other leaves stay as they are."""
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)
+    return map_leaves(lambda leaf: function(leaf) if issubclass(type(leaf), kind) else leaf, tree)
 
 
 def shown(spec: Spec) -> str:
@@ -80,15 +95,16 @@ def shown(spec: Spec) -> str:
 
 def paths(tree: Any) -> list[str]:
     """For every leaf its key path, such as `['layers'][0]['w']`; keys that are objects go by their class."""
-    count = len(tree_leaves(tree))
+    leaves, spec = flatten(tree)
+    users = not isinstance(spec, optree.PyTreeSpec) or _has_users(spec)
     try:
         # A class may be registered with names for its children, which only torch's functions know.
-        named = torch_pytree.tree_flatten_with_path(tree)[0]
-    except ValueError:
+        named = torch_pytree.tree_flatten_with_path(tree)[0] if users else []
+    except (ValueError, RecursionError):
         named = []  # one is registered without
-    if len(named) == count:
+    if users and len(named) == len(leaves):
         return ["".join([_step(key, torch_pytree.keystr, (key,)) for key in path]) for path, _ in named]
-    found = optree.tree_accessors(tree, none_is_leaf=True, namespace=_SPACE)
+    found = spec.accessors() if isinstance(spec, optree.PyTreeSpec) else []
     return ["".join([_step(step, step.codify, "") for step in path]) for path in found]
 
 
@@ -110,13 +126,13 @@ def is_plain(key: Any) -> bool:
 
 def split(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
     """The tensors among `leaves`, and their positions."""
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    at = [i for i, leaf in enumerate(leaves) if issubclass(type(leaf), torch.Tensor)]
     return [leaves[i] for i in at], at
 
 
 def smooth(leaf: Any) -> bool:
     """Whether `leaf` is a tensor that can carry a derivative."""
-    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return is_tensor(leaf) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def merge(leaves: Sequence[Any], at: Sequence[int], tensors: Iterable[Any]) -> list[Any]:
@@ -130,9 +146,9 @@ def merge(leaves: Sequence[Any], at: Sequence[int], tensors: Iterable[Any]) -> l
 def check_results(tree: Any, region: str) -> None:
     """Raise when a result holds tensors in a container that is not a pytree, which torch.func would lose."""
     for at, leaf in enumerate(tree_leaves(tree)):
-        if isinstance(leaf, torch.Tensor) or isinstance(leaf, (int, float, complex, str, bool, type(None))):
+        if is_tensor(leaf) or issubclass(type(leaf), (int, float, complex, str, type(None))):
             continue
-        if held := [k for k, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, torch.Tensor)]:
+        if held := [k for k, v in (attributes(leaf) or {}).items() if is_tensor(v)]:
             raise RematError(
                 f"region {region!r} returns at `result{paths(tree)[at]}` a {type(leaf).__name__}, which is "
                 f"no pytree but holds tensors ({', '.join(held)}). Under torch.func their gradients would "
@@ -183,6 +199,124 @@ def _take_apart(kind: Any, node: Any) -> tuple[Any, Any]:
 
 def _put_together(kind: Any, context: Any, children: Iterable[Any]) -> Any:
     return _registry[kind].unflatten_fn(list(children), context)  # type: ignore[index]
+
+
+# -- containers that optree would build by their constructors, and those without an end ----------------
+
+_BUILT_IN = frozenset((tuple, list, dict))
+# Structures of built-in containers alone.
+_plain: BoundedCache[Spec, None] = BoundedCache(512)
+_NAMES = (str, int)
+# Classes of named tuples that are taken apart here.
+_tuples: set[Any] = set()
+# So deep a container is a chain of nodes; optree gives up at twice that.
+_DEEP = 400
+
+
+def _constructs(spec: optree.PyTreeSpec) -> bool:
+    """Whether a structure has a tuple of a class that optree would call; from now on it is taken apart here.
+
+    Named tuples may have a constructor that takes other things than their fields, and attributes.
+    """
+    try:
+        if spec in _plain:
+            return False
+    except TypeError:
+        pass  # what a class was registered with has no hash
+    found, plain = False, True
+    stack = [spec]
+    for node in stack:
+        stack += node.children()
+        kind = node.type
+        if kind is dict:
+            plain = plain and all(type(key) in _NAMES for key in node.entries())
+        elif kind is not None and kind not in _BUILT_IN:
+            plain = False
+            if kind not in _tuples and optree.is_namedtuple_class(kind) and not _is_bare(kind):
+                _register_tuple(kind)
+                found = True
+    if plain:
+        _plain[spec] = None
+    return found
+
+
+def _is_bare(kind: type) -> bool:
+    """Whether `collections.namedtuple` has made a class as it is: to call it is to fill it."""
+    make = names_of(kind).get("__new__")
+    known = getattr(make, "__globals__", {}).get("__name__", "")
+    return len(mro(kind)) == 3 and str(known).startswith("namedtuple_")
+
+
+class _Attributes:
+    """What a tuple has beside its items, as a part of a structure: compared by identity."""
+
+    __slots__ = ("table",)
+
+    def __init__(self, table: dict[str, Any] | None) -> None:
+        self.table = dict(table or {})
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.table))
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not _Attributes or self.table.keys() != other.table.keys():
+            return False
+        return all(value is other.table[name] for name, value in self.table.items())
+
+    def __repr__(self) -> str:
+        return f"<{', '.join(self.table)}>"
+
+
+def _register_tuple(kind: Any) -> None:
+    with _lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with contextlib.suppress(ValueError):  # another thread has done so
+            apart: Any = lambda node: (items(node), _Attributes(attributes(node)))  # noqa: E731
+            together: Any = lambda kept, parts: rebuilt(kind, parts, kept.table)  # noqa: E731
+            optree.register_pytree_node(kind, apart, together, namespace=_SPACE)
+        _tuples.add(kind)
+
+
+def _has_users(spec: optree.PyTreeSpec) -> bool:
+    """Whether a structure has containers of classes that a user has registered."""
+    stack = [spec]
+    for node in stack:
+        stack += node.children()
+        if node.type in _copied:
+            return True
+    return False
+
+
+def _flatten_endless(tree: Any) -> tuple[list[Any], Any]:
+    whole, first = _endless(tree), {id(tree), *map(id, items(tree))}
+    for is_leaf in (lambda node: id(node) in whole, lambda node: id(node) not in first):
+        # (The second for a class that a user has registered, and that leads to itself.)
+        with contextlib.suppress(RecursionError):
+            return optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=_SPACE)  # type: ignore
+    raise RematError("An argument or a result is a container that holds itself in its own first items.")
+
+
+def _endless(tree: Any) -> set[int]:
+    """The containers that lead to themselves, or too deep, by their ids."""
+    found: set[int] = set()
+    done: set[int] = set()
+    way: dict[int, Any] = {id(tree): iter(_children(tree))}
+    while way:
+        last = next(reversed(way))
+        child = next(way[last], None)
+        if child is None:
+            way.popitem()
+            done.add(last)
+        elif id(child[0]) in way or len(way) > _DEEP:
+            found.add(id(child[0]))
+        elif id(child[0]) not in done:
+            way[id(child[0])] = iter(_children(child[0]))
+    return found
+
+
+def _children(node: Any) -> list[tuple[Any]]:
+    """The containers in a container."""
+    return [(child,) for child in items(node) if container_of(child) is not None]
 
 
 def _keep_whole() -> None:

@@ -165,7 +165,7 @@ class Cached(Holding):
 
 def container(value: Any) -> Holding:
     """A dict, list, set or deque as a holder."""
-    return Items(value) if isinstance(value, dict) else Elements(value)
+    return Items(value) if issubclass(type(value), dict) else Elements(value)
 
 
 def in_cell(cell: Any) -> Any:
@@ -199,11 +199,11 @@ def leads_to(values: list[Any], wanted: Any) -> bool:
 
 
 def _kind(held: Any) -> Any:
-    return collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
+    return collections.OrderedDict if issubclass(type(held), collections.OrderedDict) else dict
 
 
 def _base(held: Any) -> Any:
-    return next(kind for kind in _CONTAINERS if isinstance(held, kind))
+    return next(kind for kind in _CONTAINERS if issubclass(type(held), kind))
 
 
 def _in_slot(member: Any, value: Any) -> Any:

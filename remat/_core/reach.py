@@ -35,7 +35,7 @@ from remat._core.holders import (
     leads_to,
     names_in,
 )
-from remat.transforms import flatten
+from remat.transforms import flatten, is_tensor
 from remat.transforms.state import RandomState, switches_put_back
 
 _ATOMS = frozenset(
@@ -58,7 +58,7 @@ def _is_library(module: Any) -> bool:
 def isolating(*roots: Any) -> Iterator[Reach]:
     """Leave modules that `roots` can reach, random streams and torch's switches as they are."""
     reach = Reach(roots)
-    generators = RandomState([t for t in flatten(roots)[0] if isinstance(t, torch.Tensor)])
+    generators = RandomState([t for t in flatten(roots)[0] if is_tensor(t)])
     streams = [(random.setstate, random.getstate())]
     if (numpy := sys.modules.get("numpy")) is not None:
         streams.append((numpy.random.set_state, numpy.random.get_state()))
@@ -225,13 +225,17 @@ class Reach:
                 named = FileNames((space, names))
                 self._note(named)
                 # `import state` makes what is in there as near as what is in this file.
-                for module in [v for v in named.before.values() if isinstance(v, types.ModuleType)]:
+                for module in [v for v in named.before.values() if issubclass(type(v), types.ModuleType)]:
                     if not _is_library(module.__name__) and id(vars(module)) not in met:
                         met.add(id(vars(module)))
                         spaces.append(vars(module))
 
     def _wrapper(self, value: Any) -> None:
-        if isinstance(value, CACHE):
+        if issubclass(type(value), functools.partial):
+            # (A subclass may define these anew.)
+            self._stack += [vars(functools.partial)[name].__get__(value) for name in _PARTIAL]
+            return
+        if issubclass(type(value), CACHE):
             self._note(Cached(value))
             self._stack += vars(value).values()
         for name in ("__self__", "__func__", "func", "args", "keywords", "fget", "fset", "__wrapped__"):
@@ -243,6 +247,7 @@ def _nothing(*given: Any) -> None:
     """A hook that changes nothing."""
 
 
+_PARTIAL = ("func", "args", "keywords")
 _WRAPPERS = (types.MethodType, types.BuiltinFunctionType, functools.partial, functools.partialmethod)
 _WRAPPERS += (functools.cached_property, property, classmethod, staticmethod, CACHE)
 
@@ -251,9 +256,9 @@ def _is_of_the_process(held: Any) -> bool:
     """Whether a dict is one of the process's own tables: of modules, or all of what is in a file."""
     if held is sys.modules:
         return True
-    name = dict.get(held, "__name__") if isinstance(held, dict) else None
+    name = dict.get(held, "__name__") if issubclass(type(held), dict) else None
     module = sys.modules.get(name) if type(name) is str else None
-    return isinstance(module, types.ModuleType) and vars(module) is held
+    return issubclass(type(module), types.ModuleType) and vars(module) is held
 
 
 def _stream(value: Any) -> tuple[Callable[[Any, Any], Any], Any, Any] | None:

@@ -18,7 +18,7 @@ from remat._fit.report import Fit
 from remat._fit.way import ModelStep, Way, name_of, ready_policies
 from remat.plan import Chosen, CostModel, check_peak, cost_model
 from remat.policies import Policy
-from remat.transforms import RematError, tree_leaves
+from remat.transforms import RematError, is_tensor, tree_leaves
 
 
 @keywords_apart
@@ -171,7 +171,7 @@ def _memory(roots: Any, device: Any) -> int:
     if isinstance(device, str) and device in DEVICES and DEVICES[device].memory:
         return DEVICES[device].memory
     model, *given = roots
-    tensors = [t for t in (*model.parameters(), *tree_leaves(given)) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in (*model.parameters(), *tree_leaves(given)) if is_tensor(t)]
     where = tensors[0].device if tensors else torch.device("cpu")
     kind = where.type
     if kind == "cuda":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from remat._core import format_bytes
-from remat.transforms import RematError, tree_leaves
+from remat.transforms import RematError, is_tensor, tree_leaves
 from remat.transforms.compat import storage_key
 
 _BY_NAME = {"adam": 2, "adamw": 2, "sgd": 0, "momentum": 1, "none": 0}
@@ -63,7 +63,7 @@ def held_by(
         buffers=_bytes(model.buffers(), seen),
         gradients=_bytes([p.grad for p in parameters if p.grad is not None], seen) // shards,
         optimizer=_state(optimizer, parameters, seen) // shards,
-        inputs=_bytes([t for t in tree_leaves(given) if isinstance(t, torch.Tensor)], seen),
+        inputs=_bytes([t for t in tree_leaves(given) if is_tensor(t)], seen),
     )
 
 
@@ -91,7 +91,7 @@ def _state(optimizer: Any, parameters: list[torch.nn.Parameter], seen: set[int])
         raise RematError(f"remat.fit(optimizer=...) takes a torch optimizer or its name, got {optimizer!r}.")
     if optimizer.state:
         state = (t for values in optimizer.state.values() for t in tree_leaves(values))
-        return _bytes([t for t in state if isinstance(t, torch.Tensor)], seen)
+        return _bytes([t for t in state if is_tensor(t)], seen)
     return _after_a_step(optimizer)
 
 
@@ -116,4 +116,4 @@ def _after_a_step(optimizer: torch.optim.Optimizer) -> int:
             'with it first, or say optimizer="adamw" for one with two values a parameter.'
         ) from error
     state = (t for values in other.state.values() for t in tree_leaves(values))
-    return sum(t.nbytes for t in state if isinstance(t, torch.Tensor))
+    return sum(t.nbytes for t in state if is_tensor(t))

@@ -18,6 +18,7 @@ from remat._core import check_callable, format_bytes
 from remat._inspect.looking import looked_at
 from remat.transforms import (
     flatten,
+    is_tensor,
     local_tensors,
     merge,
     on_wrappers,
@@ -222,7 +223,7 @@ def _run(
     makers = _Makers()
     with torch.enable_grad(), listen() as heard, makers, packed or contextlib.nullcontext():
         out = fn(*args, **kwargs)
-    roots = [t.grad_fn for t in flatten(out)[0] if isinstance(t, Tensor) and t.grad_fn is not None]
+    roots = [t.grad_fn for t in flatten(out)[0] if is_tensor(t) and t.grad_fn is not None]
     if not any(node._sequence_nr() >= first for node in roots):
         return None, True
     table, readable = _Table(makers, by_storage(fn, args, kwargs)), True

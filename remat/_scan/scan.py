@@ -16,7 +16,7 @@ from remat._dynamo import call_scan, run_compiled, runs_in_eager
 from remat._region import with_policy
 from remat.policies import Policy, policy_given, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto, check_checkpoints
-from remat.transforms import RematError, WrongValue, changing, flatten, smooth, unflatten
+from remat.transforms import RematError, WrongValue, changing, flatten, is_tensor, smooth, unflatten
 from remat.transforms.closure import (
     MOST_TRIES,
     Bindings,
@@ -160,7 +160,7 @@ def _compilable(init: Any) -> bool:
     """Whether steps can be compiled: under functorch, or where somebody watches, they run as they are."""
     leaves = flatten(init)[0]
     # A number in the carry that changes would be a constant of the graph.
-    plain = all(isinstance(t, torch.Tensor) and not t.is_complex() for t in leaves)
+    plain = all(is_tensor(t) and not t.is_complex() for t in leaves)
     return bool(leaves) and plain and not (in_transform() or watched())
 
 
@@ -194,7 +194,7 @@ def run_eager(
     live = torch.is_grad_enabled() or in_transform() or swapping() or dual_level_open()
     replaced = getattr(body, "replaced", ())
     found = [t for t in captured(reach) if id(t) not in replaced and known_around(t)] if live else []
-    given = [t for t in (*found, *carry, *rows) if isinstance(t, torch.Tensor)]
+    given = [t for t in (*found, *carry, *rows) if is_tensor(t)]
     random = RandomState(given, own=reach)
     for _ in range(MOST_TRIES):
         step = Body(body, spec, found, trusted=not live)
@@ -224,7 +224,7 @@ def _refuse_stored(
     body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows, roots: Any, known: set[int], anchors: Any
 ) -> None:
     """Tensors that steps have stored, and not returned, refuse derivatives: the scan knows none."""
-    new = [t for t in reached(roots) if isinstance(t, torch.Tensor) and id(t) not in known]
+    new = [t for t in reached(roots) if is_tensor(t) and id(t) not in known]
     if not new:
         return
     # Tables that a first step caches depend on nothing. One more step tells: it stores anew what does depend.
@@ -273,7 +273,7 @@ def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> t
     """Bytes of a carry, and of what the backward of one step keeps, from one evaluation of the first step."""
     carry = flatten(init)[0]
     reach = reached(body)
-    mine = [t for t in (*carry, *rows, *captured(reach)) if isinstance(t, torch.Tensor)]
+    mine = [t for t in (*carry, *rows, *captured(reach)) if is_tensor(t)]
     given = {storage_key(unwrapped(t)) for t in mine}
     kept: dict[int, int] = {}
 
@@ -285,7 +285,7 @@ def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> t
         return tensor
 
     marked = _marked(init)
-    given |= {storage_key(unwrapped(t)) for t in marked if isinstance(t, torch.Tensor)}
+    given |= {storage_key(unwrapped(t)) for t in marked if is_tensor(t)}
     watching = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
     with torch.enable_grad(), hooks_allowed(), watching, _tried(body, spec, init, rows, reach):
         try:
@@ -297,7 +297,7 @@ def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> t
                 f"{spec.name}: checkpoints='auto' cannot measure a step that uses torch.func, which refuses "
                 "saved-tensor hooks. Write a number of carries, or checkpoints='sqrt'."
             ) from error
-    size = sum(unwrapped(t).nbytes for t in carry if isinstance(t, torch.Tensor))
+    size = sum(unwrapped(t).nbytes for t in carry if is_tensor(t))
     return size, size + sum(kept.values())
 
 

@@ -17,7 +17,7 @@ from remat.debug import Recomputed, RegionNodes, regions_in, uncompiled
 from remat.gpu.cards import card
 from remat.gpu.rates import seconds_of
 from remat.gpu.report import GpuGraph, GpuReport, Kernel
-from remat.transforms import RematError, flatten, leaves_behind, map_only, tree_leaves
+from remat.transforms import RematError, flatten, is_tensor, leaves_behind, map_only, tree_leaves
 from remat.transforms.closure import Bindings, reached
 from remat.transforms.compat import dynamo_errors, is_fake
 from remat.transforms.compat.gpu import (
@@ -125,7 +125,7 @@ def trace(step: Callable[..., Any], args: Any, kwargs: Any, chip: Chip | None = 
 
         def run(compiled: Callable[..., Any]) -> None:
             out = compiled(*args, **kwargs)
-            ends = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+            ends = [t for t in tree_leaves(out) if is_tensor(t) and t.requires_grad]
             if ends:
                 ones = [torch.ones_like(t) for t in ends]
                 torch.autograd.grad(ends, leaves_behind(ends), ones, allow_unused=True)

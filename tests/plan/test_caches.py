@@ -172,7 +172,7 @@ def test_static_arguments_are_planned_once_each(traced):
 
 
 class Slotted:
-    """What no key can stand for."""
+    """Neither a dictionary nor weak references."""
 
     __slots__ = ("on",)
 
@@ -180,29 +180,62 @@ class Slotted:
         self.on = False
 
 
-def test_what_no_key_stands_for_is_planned_each_time(traced):
+def test_an_object_with_slots_is_known_by_what_they_hold(traced):
     thing = Slotted()
-    for _ in range(2):
+    for _ in range(4):
         fn = remat(lambda x: (x.sin() if thing.on else x.cos()).exp(), policy=checkpoint_policy(budget=0.5))
         step(fn)
-        thing.on = True
-    assert len(traced) == 2 and not cache._GRAPHS
+        thing.on = not thing.on
+    assert len(traced) == 2
+
+
+class Step:
+    """What a model makes anew in every step, with a number that counts and what nobody looks into."""
+
+    def __init__(self, number):
+        self.number, self.history, self.opaque = number, list(range(number)), object()
+
+
+PLACES = {
+    "attribute": lambda block, thing: (setattr(block, "thing", thing), block)[1],
+    "in a list": lambda block, thing: (setattr(block, "things", [thing] * 2), block)[1],
+    "captured": lambda block, thing: lambda x: block(x) if thing else None,
+    "default": lambda block, thing: lambda x, thing=thing: block(x),
+    "in a dict": lambda block, thing: (setattr(block, "things", {"thing": (thing, None)}), block)[1],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_object_made_anew_in_every_step_is_planned_a_few_times(traced, place):
+    block = model()
+    policy = checkpoint_policy(budget=0.5)
+    for number in range(12):
+        step(remat(PLACES[place](block, Step(number)), policy=policy))
+    assert len(traced) <= 4
+
+
+def test_an_argument_made_anew_in_every_step_is_planned_a_few_times(traced):
+    block = model()
+    region = remat(lambda x, thing: block(x), policy=checkpoint_policy(budget=0.5))
+    for number in range(12):
+        step(lambda x, n=number: region(x, Step(n)))
+    assert len(traced) <= 4
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_budget_whose_plan_went_stale_unseen_is_right_and_learns_what_ran(traced):
     """A flag too deep for a key: what the plan does not know is recomputed, once."""
-    block = model()
-    block.__dict__["thing"] = Slotted()
+    block, thing = model(), Slotted()
+    block.__dict__["thing"] = [[[[[thing]]]]]
 
     def fn(x):
         x = block(x)
-        return x.sin().exp() if block.__dict__["thing"].on else x.cos().exp()
+        return x.sin().exp() if block.__dict__["thing"][0][0][0][0][0].on else x.cos().exp()
 
     policy = checkpoint_policy(budget=0.5)
     region = remat(fn, policy=policy)
     step(region)
-    block.__dict__["thing"].on = True
+    thing.on = True
     x = X.detach().clone().requires_grad_()
     region(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.autograd.grad(fn(X).sum(), X)[0])

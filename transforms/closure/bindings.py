@@ -10,7 +10,7 @@ import functools
 import itertools
 import operator
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,8 +23,26 @@ from remat.transforms.compat import (
     has_tangent,
     is_stale,
     is_wrapped,
+    scripted_places,
+    set_scripted,
 )
 from remat.transforms.context import quiet
+from remat.transforms.objects import (
+    MISSING,
+    attributes,
+    container_of,
+    held,
+    in_slot,
+    is_a,
+    is_module,
+    is_tensor,
+    items,
+    length,
+    modules_in,
+    names_of,
+    slots,
+    tables_of,
+)
 
 # Where modules hold tensors: the tables, and the keys in them.
 Slots = tuple[list[dict[str, Any]], list[str]]
@@ -38,7 +56,7 @@ class Bindings:
     (`self.hidden = hidden.detach()`).
     """
 
-    __slots__ = ("near", "others", "slots")
+    __slots__ = ("near", "others", "scripts", "slots")
 
     def __init__(self, reach: Iterable[Any], states: bool = False, bound: bool = False) -> None:
         """What modules hold now; `reach`: what functions lead to (`reached`).
@@ -49,17 +67,19 @@ class Bindings:
         reach = list(reach)
         parts = parts_of(reach)
         self.slots = slots_of(parts)
+        self.scripts = [part for part in parts if is_a(part, torch.jit.ScriptModule)]
         self.others: tuple[list[Any], list[Any]] = [], []
         # Places that a tensor is in now: others are caches, which a recomputation finds filled.
         for holder, keys, values in places(reach, parts) if states else ():
             # In C: a long list is passed at every call.
-            found = [*itertools.compress(keys, map(isinstance, values, itertools.repeat(torch.Tensor)))]
-            holders, names = self.slots if isinstance(holder, dict) else self.others
+            tensors = map(issubclass, map(type, values), itertools.repeat(torch.Tensor))
+            found = [*itertools.compress(keys, tensors)]
+            holders, names = self.slots if is_a(holder, dict) else self.others
             holders += [holder] * len(found)
             names += found
         for holder, keys in variables(reach, parts) if bound else ():
-            holders, names = self.slots if isinstance(holder, dict) else self.others
-            found = [key for key in keys if not isinstance(_held(holder, key), _NOT_BOUND)]
+            holders, names = self.slots if is_a(holder, dict) else self.others
+            found = [key for key in keys if not is_a(_held(holder, key), _NOT_BOUND)]
             holders += [holder] * len(found)
             names += found
         self.near = self._now()
@@ -107,35 +127,63 @@ class Bindings:
         finally:
             hold(near)
 
+    @contextlib.contextmanager
+    def in_scripts(self, given: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """Within, modules of TorchScript hold other tensors in the place of theirs.
+
+        Args:
+            given: those, by the ids of theirs.
+
+        The code reads them past every torch function. It is not optimized meanwhile: what torch makes of it
+        is differentiated by rules that know neither forward mode nor `vmap` nor a second derivative.
+        """
+        every = [place for part in self.scripts for place in scripted(part)]
+        moved = {(id(place[0]), place[1]): place for place in every if id(place[2]) in given}
+        try:
+            for module, name, tensor in moved.values():
+                set_scripted((module, name), given[id(tensor)])
+            with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]
+                yield
+        finally:
+            for module, name, tensor in moved.values():
+                set_scripted((module, name), tensor)
+
 
 def _is_sharded(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and hasattr(value, "placements")
+    return is_tensor(value) and hasattr(value, "placements")
 
 
 def _held(holder: Any, key: Any) -> Any:
-    if isinstance(holder, dict):
-        return holder.get(key)
-    if isinstance(holder, (list, deque)):
-        return holder[key] if key < len(holder) else None
-    try:
-        return getattr(holder, key)
-    except (AttributeError, ValueError):  # a variable that was deleted
-        return None
+    kind = type(holder)
+    if issubclass(kind, dict):
+        return dict.get(holder, key)
+    if issubclass(kind, (list, deque)):
+        base: Any = container_of(holder)
+        return base.__getitem__(holder, key) if key < length(holder) else None
+    if issubclass(kind, type):
+        return names_of(holder).get(key)
+    if key == "args" and issubclass(kind, functools.partial):
+        return _PARTS[1](holder)
+    found = in_slot(key, holder)  # of a variable that was deleted there is nothing
+    return None if found is MISSING else found
 
 
 def hold(given: Iterable[tuple[Any, Any, Any]]) -> None:
     """Put values where holders have their keys."""
     for holder, key, value in given:
-        if isinstance(holder, dict):
-            holder[key] = value
-        elif isinstance(holder, functools.partial):
-            now = holder.__reduce__()[2]
-            holder.__setstate__((now[0], value, *now[2:]))  # pyright: ignore[reportAttributeAccessIssue]
-        elif not isinstance(holder, (list, deque)):
-            # Frozen objects have slots too.
-            (type if isinstance(holder, type) else object).__setattr__(holder, key, value)
-        elif key < len(holder):
-            holder[key] = value
+        kind = type(holder)
+        if issubclass(kind, dict):
+            (OrderedDict if issubclass(kind, OrderedDict) else dict).__setitem__(holder, key, value)
+        elif issubclass(kind, type):
+            type.__setattr__(holder, key, value)
+        elif issubclass(kind, functools.partial) and key == "args":
+            now: Any = functools.partial.__reduce__(holder)[2]
+            _PARTIAL["__setstate__"](holder, (now[0], value, *now[2:]))
+        elif not issubclass(kind, (list, deque)):
+            key.__set__(holder, value)
+        elif key < length(holder):
+            base: Any = container_of(holder)
+            base.__setitem__(holder, key, value)
 
 
 def places(reach: list[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, Any, Iterable[Any]]]:
@@ -143,74 +191,86 @@ def places(reach: list[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple
 
     Attributes, slots, items of dictionaries and lists, variables; what code names of files, classes, modules.
     """
-    others = [value for value in reach if not isinstance(value, (torch.Tensor, torch.nn.Module))]
-    for value in (*parts, *others):
-        if isinstance(value, dict):
-            yield value, value, value.values()
-        elif isinstance(value, (list, deque)):
-            yield value, range(len(value)), value
-        elif isinstance(table := getattr(value, "__dict__", None), dict):
-            yield table, table, table.values()
-        if isinstance(value, types.FunctionType):
+    others = [value for value in reach if not is_a(value, (torch.Tensor, torch.nn.Module))]
+    found: list[Any] = [*parts, *others]
+    for value in found:
+        base = container_of(value)
+        if base is dict:
+            yield value, list(dict.keys(value)), items(value)
+        elif base is list or base is deque:
+            yield value, range(length(value)), items(value)
+        if type(value) is not base and (table := attributes(value)) is not None:
+            yield table, list(dict.keys(table)), list(dict.values(table))
+        if is_a(value, types.FunctionType):
             yield from _places_named(value)
-        elif isinstance(value, functools.partial):
-            yield value, ("args",), (value.args,)
-            yield value.keywords, value.keywords, value.keywords.values()
-        if slots := _slots(type(value)):
-            yield value, slots, [_held(value, slot) for slot in slots]
+        elif is_a(value, functools.partial):
+            _, args, keywords = [part(value) for part in _PARTS]
+            yield value, ("args",), (args,)
+            yield keywords, list(dict.keys(keywords)), items(keywords)
+        if own := slots(value):
+            yield value, own, [_held(value, slot) for slot in own]
+
+
+# Those of a partial, whatever a subclass says.
+_PARTIAL: Any = vars(functools.partial)
+_PARTS = [_PARTIAL[name].__get__ for name in ("func", "args", "keywords")]
+_CONTENTS = vars(types.CellType)["cell_contents"]
 
 
 def variables(reach: Iterable[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, Iterable[Any]]]:
     """Where variables and attributes of the user's are bound: a holder, and its keys. Items of containers are
     no variables."""
     for part in parts:
-        table = part.__dict__
+        table = attributes(part) or {}
         yield table, [key for key in table if key not in _MODULES_OWN or key == "training"]
-        yield part._modules, part._modules
+        yield (children := tables_of(part)[2]), list(children)
     for value in reach:
-        if isinstance(value, types.FunctionType):
+        if type(value) is types.FunctionType:
             for cell in value.__closure__ or ():
-                yield cell, ("cell_contents",)
+                yield cell, (_CONTENTS,)
             known = value.__globals__
             if known.get("__name__", "").split(".")[0] not in _LIBRARIES:
                 yield from _named(known, [*_names(value.__code__)])
-        elif not isinstance(value, (*_NO_CONTAINERS, list, tuple, set, frozenset, dict, deque)):
-            if isinstance(table := getattr(value, "__dict__", None), dict):
-                yield table, table
-            yield value, _slots(type(value))
+        elif not is_a(value, _NO_CONTAINERS) and container_of(value) is None:
+            if (table := attributes(value)) is not None:
+                yield table, list(dict.keys(table))
+            yield value, slots(value)
 
 
 def _named(known: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, list[str]]]:
     yield known, [name for name in names if name in known]
-    for value in map(known.get, names):
-        if isinstance(value, types.ModuleType) and value.__name__.split(".")[0] not in _LIBRARIES:
+    values: list[Any] = [known.get(name) for name in names]
+    for value in values:
+        if type(value) is types.ModuleType and value.__name__.split(".")[0] not in _LIBRARIES:
             yield vars(value), [name for name in names if name in vars(value)]
-        elif isinstance(value, type):
+        elif is_a(value, type):
             # (What a class makes of a function or a property is another object at every look.)
-            yield value, [n for n in names if n in vars(value) and not hasattr(vars(value)[n], "__get__")]
+            own = names_of(value)
+            yield value, [n for n in names if n in own and not hasattr(type(own[n]), "__get__")]
 
 
 def _places_named(function: types.FunctionType) -> Iterator[tuple[Any, Any, Iterable[Any]]]:
     for cell in function.__closure__ or ():
-        yield cell, ("cell_contents",), (_held(cell, "cell_contents"),)
+        yield cell, (_CONTENTS,), (_held(cell, _CONTENTS),)
     names = [*_names(function.__code__)]
     known = function.__globals__
     yield known, names, map(known.get, names)
-    for value in (*cells(function), *map(known.get, names)):
-        if isinstance(value, (type, types.ModuleType)):
-            held = vars(value)
-            yield value if isinstance(value, type) else held, names, map(held.get, names)
+    found: list[Any] = [*cells(function), *map(known.get, names)]
+    for value in found:
+        if is_a(value, type):
+            yield value, names, map(names_of(value).get, names)
+        elif is_a(value, types.ModuleType) and (table := attributes(value)) is not None:
+            yield table, names, [dict.get(table, name) for name in names]
 
 
 def parts_of(values: Iterable[Any]) -> list[torch.nn.Module]:
     """Modules among these and those in them, once each."""
-    modules = (value for value in values if isinstance(value, torch.nn.Module))
-    return [*dict.fromkeys(part for module in modules for part in module.modules())]
+    return modules_in(*filter(is_module, values))
 
 
 def slots_of(parts: Iterable[torch.nn.Module]) -> Slots:
     """Where modules hold tensors, those in them left out."""
-    tables: list[dict[str, Any]] = [t for part in parts for t in (part._parameters, part._buffers)]
+    tables = [table for part in parts for table in tables_of(part)[:2]]
     return [t for t in tables for _ in t], [key for t in tables for key in t]
 
 
@@ -256,7 +316,7 @@ def reached(*roots: Any) -> list[Any]:
 def captured(reach: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among what functions lead to that could carry a derivative or a batch dimension."""
     with functions_as_they_are():
-        found = [value for value in reach if isinstance(value, torch.Tensor) and differentiable(value)]
+        found = [value for value in reach if is_tensor(value) and differentiable(value)]
         return [t for t in found if t.is_leaf and not is_wrapped(t) or not is_stale(t)]
 
 
@@ -266,67 +326,64 @@ def in_reach(*roots: Any) -> Iterator[Any]:
     stack = list(roots)
     while stack and len(seen) < _MOST:
         value = stack.pop()
-        if isinstance(value, _ATOMS) or id(value) in seen:
+        if is_a(value, _ATOMS) or id(value) in seen:
             continue
         # Identities are only good while the objects live.
         seen[id(value)] = value
         yield value
-        if not isinstance(value, torch.Tensor):
+        if not is_tensor(value):
             stack.extend(_inside(value))
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    if isinstance(value, types.FunctionType):
-        yield from _inside_function(value)
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from value
-    elif isinstance(value, torch.nn.Module):
-        yield from _inside_module(value)
-    else:
-        yield from getattr(value, "__dict__", {}).values()
-        yield from (getattr(value, slot) for slot in _slots(type(value)) if hasattr(value, slot))
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[str, ...]:
-    """The slots of a class and its bases."""
-    tables = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
-    members = [item for table in tables for item in table.items()]
-    return tuple([name for name, member in members if isinstance(member, types.MemberDescriptorType)])
+def _inside(value: Any) -> Iterable[Any]:
+    kind = type(value)
+    if kind is types.FunctionType:
+        return _inside_function(value)
+    if kind is types.MethodType:
+        return value.__self__, value.__func__
+    if issubclass(kind, torch.nn.Module):
+        return _inside_module(value)
+    if issubclass(kind, functools.partial):
+        func, args, keywords = [part(value) for part in _PARTS]
+        return func, *items(args), *items(keywords), *held(value)
+    return held(value)
 
 
 def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
-    for part in module.modules():
-        yield from part._parameters.values()
-        yield from part._buffers.values()
+    for part in modules_in(module):
+        parameters, buffers, _ = tables_of(part)
+        yield from items(parameters)
+        yield from items(buffers)
         # What hangs on a module as a plain attribute; of private objects generators alone.
-        for name, value in part.__dict__.items():
-            if name not in _MODULES_OWN and (not name.startswith("_") or isinstance(value, _WALKED)):
+        for name, value in list(dict.items(attributes(part) or {})):
+            if name not in _MODULES_OWN and (not name.startswith("_") or is_a(value, _WALKED)):
                 yield value
             elif name not in _MODULES_OWN:
                 yield from _generators(value)
+        yield from items(part)
+        yield from [tensor for *_, tensor in scripted(part)]
+
+
+def scripted(module: torch.nn.Module) -> list[tuple[Any, str, torch.Tensor]]:
+    """Where a module of TorchScript holds tensors."""
+    return scripted_places(attributes(module) or {}) if is_a(module, torch.jit.ScriptModule) else []
 
 
 def _generators(value: Any, depth: int = 2) -> Iterator[torch.Generator]:
     """Those in containers and objects: a tracker of random streams. Long ones hold something else."""
-    if isinstance(value, torch.Generator):
+    if is_a(value, torch.Generator):
         yield value
-    elif depth and not isinstance(value, _NO_CONTAINERS):
-        for one in inside if len(inside := _contents(value)) <= _FEW else ():
+    elif depth and not is_a(value, _NO_CONTAINERS):
+        for one in _contents(value, _FEW):
             yield from _generators(one, depth - 1)
 
 
-def _contents(value: Any) -> Any:
-    """What a container or an object holds."""
-    if isinstance(value, (tuple, list)):
-        return value
-    return (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
+def _contents(value: Any, most: int = _MOST) -> list[Any]:
+    """What a container or an object holds; nothing where that is more than `most`."""
+    if container_of(value) in (tuple, list, dict):
+        return items(value) if length(value) <= most else []
+    table = attributes(value) or {}
+    return list(dict.values(table)) if len(table) <= most else []
 
 
 def _inside_function(function: types.FunctionType) -> Iterator[Any]:
@@ -334,10 +391,11 @@ def _inside_function(function: types.FunctionType) -> Iterator[Any]:
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from function.__dict__.values()
-    known = function.__globals__
-    for value in map(known.get, _names(function.__code__)):
+    known: dict[str, Any] = function.__globals__
+    values: list[Any] = [known.get(name) for name in _names(function.__code__)]
+    for value in values:
         # Library functions are not walked: what they close over is not the user's. Regions' functions are.
-        if not isinstance(value, types.FunctionType) or value.__globals__ is known or _is_region(value):
+        if not is_a(value, types.FunctionType) or value.__globals__ is known or _is_region(value):
             yield value
 
 
@@ -374,11 +432,11 @@ def standing_in(function: Callable[..., Any], given: Mapping[int, torch.Tensor])
 
 
 def _again(value: Any, given: Mapping[int, torch.Tensor], moved: Moved, depth: int) -> Any:
-    if isinstance(value, torch.Tensor):
+    if is_tensor(value):
         return given.get(id(value), value)
     if not depth:
         return value
-    if isinstance(value, functools.partial):
+    if type(value) is functools.partial:
         parts = (value.func, *value.args, *value.keywords.values())
         made = [_again(part, given, moved, depth - 1) for part in parts]
         if all(one is other for one, other in zip(made, parts, strict=True)):
@@ -417,8 +475,9 @@ def _cell(cell: types.CellType, given: Mapping[int, torch.Tensor], moved: Moved,
 
 def _is_users(value: Any) -> bool:
     """Whether it is a function of the user's. Wrappers of this library find their function otherwise."""
-    made_by = getattr(value, "__module__", None) or ""
-    return isinstance(value, types.FunctionType) and not made_by.startswith(("remat.", "torch."))
+    if type(value) is not types.FunctionType:
+        return False
+    return not (value.__module__ or "").startswith(("remat.", "torch."))
 
 
 def _is_region(function: types.FunctionType) -> bool:
@@ -436,7 +495,7 @@ def _closed_over(rule: Any, depth: int = 2) -> Iterator[Any]:
     for cell in getattr(getattr(rule, "backward", None), "__closure__", None) or ():
         with contextlib.suppress(ValueError):
             value = cell.cell_contents
-            if not isinstance(value, type):
+            if not is_a(value, type):
                 yield value
             elif depth:
                 yield from _closed_over(value, depth - 1)
@@ -444,6 +503,6 @@ def _closed_over(rule: Any, depth: int = 2) -> Iterator[Any]:
 
 def _holds_tensor(value: Any, depth: int) -> bool:
     # Our own nodes hold no tensors there, but say whether they read more than they have saved.
-    if isinstance(value, torch.Tensor) or getattr(type(value), "reads_more", False):
+    if is_tensor(value) or getattr(type(value), "reads_more", False):
         return True
     return depth > 0 and any(_holds_tensor(part, depth - 1) for part in _contents(value))

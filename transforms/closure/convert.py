@@ -44,6 +44,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import PAST_DISPATCH, active, node_of, notice
 from remat.transforms.errors import RematError
+from remat.transforms.objects import is_a, is_tensor, items
 from remat.transforms.pytree import flatten, smooth, tree_leaves, unflatten
 
 # How often a region starts over with one more captured tensor among its operands.
@@ -170,7 +171,7 @@ class ClosureConversion(TorchFunctionMode):
             return choose(*args)
 
     def swap(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        if is_tensor(value):
             known = self.table.get(id(value))
             if known is not None:
                 return known
@@ -203,11 +204,11 @@ class ClosureConversion(TorchFunctionMode):
     def of_apply(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments of an `autograd.Function` or a transform, as a torch function would be given them."""
         with functions_as_they_are():
-            return tuple([self.swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
+            return tuple([self.swap(arg) if is_tensor(arg) else arg for arg in args])
 
     def result(self, value: Any) -> Any:
         """What stands for a result, which may be a captured tensor that no torch call has met."""
-        if not isinstance(value, torch.Tensor) or is_wrapped(value):
+        if not is_tensor(value) or is_wrapped(value):
             return self.table.get(id(value), value)
         return self.swap(value)
 
@@ -225,14 +226,14 @@ class ClosureConversion(TorchFunctionMode):
 
     def note(self, out: Any) -> None:
         """Take note of what was made within."""
-        if isinstance(out, torch.Tensor):
+        if is_tensor(out):
             self.inside[id(out)] = weakref.ref(out)
             # Transforms inside the region hand out what their wrappers hold.
             while is_wrapped(out):
                 out = unwrap_once(out)
                 self.inside[id(out)] = weakref.ref(out)
-        elif isinstance(out, (tuple, list)):
-            for value in out:
+        elif is_a(out, (tuple, list)):
+            for value in items(out):
                 self.note(value)
 
     def note_wrapper(self, wrapper: torch.Tensor) -> None:
@@ -292,7 +293,7 @@ def as_operands(tree: Any) -> Any:
     if not active.swaps:
         return tree
     leaves, spec = flatten(tree)
-    return unflatten([as_operand(t) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
+    return unflatten([as_operand(t) if is_tensor(t) else t for t in leaves], spec)
 
 
 def made_inside(tensors: Iterable[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import is_wrapped, storage_key, unwrapped
+from remat.transforms.objects import is_module, is_tensor, named_tensors
 from remat.transforms.pytree import Spec, flatten, paths, unflatten
 from remat.transforms.sharded import local_tensors
 
@@ -46,14 +47,13 @@ def of_captured(fn: Callable[..., Any], tensor: torch.Tensor) -> str | None:
 
 
 def _note(found: dict[int, tuple[str, str, int]], why: str, path: str, value: Any) -> None:
-    if isinstance(value, torch.nn.Module):
-        held = {**dict(value.named_parameters()), **dict(value.named_buffers())}
+    if is_module(value):
         prefix = f"{path}." if path else ""
-        pairs = [(f"{prefix}{name}", tensor) for name, tensor in held.items()]
+        pairs = [(f"{prefix}{name}", tensor) for name, tensor in named_tensors(value)]
     else:
         pairs = [(path + key, leaf) for key, leaf in zip(paths(value), flatten(value)[0], strict=True)]
     for at, leaf in pairs:
-        for part in local_tensors([unwrapped(leaf)] if isinstance(leaf, torch.Tensor) else ()):
+        for part in local_tensors([unwrapped(leaf)] if is_tensor(leaf) else ()):
             if _has_storage(part):
                 found[storage_key(part)] = why, at, len(found)
 
@@ -64,7 +64,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 def _arguments_by_name(fn: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     try:
-        called = fn.forward if isinstance(fn, torch.nn.Module) else fn
+        called = fn.forward if is_module(fn) else fn
         bound = inspect.signature(called).bind(*args, **kwargs)
     except (TypeError, ValueError):
         # Builtins have no signature.
@@ -79,11 +79,11 @@ def _arguments_by_name(fn: Callable[..., Any], args: Any, kwargs: Any) -> Iterat
 
 def _captured_by_name(fn: Any) -> Iterator[tuple[str, Any]]:
     fn = inspect.unwrap(fn) if callable(fn) else fn
-    if isinstance(fn, torch.nn.Module):
+    if is_module(fn):
         yield "", fn
         return
     if inspect.ismethod(fn):
-        yield ("" if isinstance(fn.__self__, torch.nn.Module) else "self"), fn.__self__
+        yield ("" if is_module(fn.__self__) else "self"), fn.__self__
         fn = fn.__func__
     code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
     if code is None:

@@ -23,6 +23,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError
+from remat.transforms.objects import attributes, is_a, is_tensor, items, rebuilt
 from remat.transforms.pytree import flatten
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size)
@@ -46,14 +47,14 @@ def places_of(roots: Any, ids: Iterable[int]) -> list[Place]:
 
 def anew(reach: Iterable[Any], known: Container[int]) -> list[torch.Tensor]:
     """Tensors in reach beside the known ones, if they carry a derivative or a batch."""
-    return [t for t in reach if isinstance(t, torch.Tensor) and id(t) not in known and _carries(t)]
+    return [t for t in reach if is_tensor(t) and id(t) not in known and _carries(t)]
 
 
 def refuse_given(name: str, containers: Any, given: Iterable[torch.Tensor], out: Any) -> None:
     """Raise where a function has stored a result in a container among its arguments, and does not return it;
     `given` are its arguments."""
     known = {*map(id, given), *map(id, flatten(out)[0])}
-    new = [t for t in flatten(containers)[0] if isinstance(t, torch.Tensor) and id(t) not in known]
+    new = [t for t in flatten(containers)[0] if is_tensor(t) and id(t) not in known]
     if any(_carries(t) for t in new):
         raise RematError(
             f"region {name!r} stores a result in a dict or list among its arguments. Under torch.func it has "
@@ -64,11 +65,11 @@ def refuse_given(name: str, containers: Any, given: Iterable[torch.Tensor], out:
 
 def results_of(name: str, out: Any) -> list[Any]:
     """What a function has returned that is no pytree and may hold tensors."""
-    if isinstance(out, torch.Tensor):
+    if is_tensor(out):
         return []
-    objects = [leaf for leaf in flatten(out)[0] if not isinstance(leaf, (torch.Tensor, *_ATOMS))]
+    objects = [leaf for leaf in flatten(out)[0] if not is_a(leaf, (torch.Tensor, *_ATOMS))]
     for leaf in objects:
-        if isinstance(leaf, _LAZY):
+        if is_a(leaf, _LAZY):
             raise RematError(
                 f"region {name!r} returns a {type(leaf).__name__}, which computes once the region is over. "
                 "Under torch.func its gradients would be lost. Return a list or a tuple."
@@ -82,7 +83,7 @@ def made_for(
     """The tensors that such results hold, of those that the region was given or has made."""
     if not objects:
         return []
-    held = [v for v in reached(*objects) if isinstance(v, torch.Tensor) and id(v) not in known]
+    held = [v for v in reached(*objects) if is_tensor(v) and id(v) not in known]
     with functions_as_they_are():
         return [tensor for tensor in held if inside(tensor)]
 
@@ -198,7 +199,7 @@ class Stored:
     def begins_again(self, roots: Any) -> None:
         """The function is about to run again."""
         reach = reached(roots)
-        self.before = {id(v): v for v in reach if isinstance(v, torch.Tensor)}
+        self.before = {id(v): v for v in reach if is_tensor(v)}
         self.bindings = Bindings(reach, states=True)
 
     def found_again(
@@ -234,14 +235,14 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def _with_others(value: Any, others: Mapping[int, Any]) -> Any:
     """`value` with others in the places of tensors with these ids, in tuples too."""
-    if isinstance(value, torch.Tensor):
+    if is_tensor(value):
         return others.get(id(value), value)
-    if not isinstance(value, tuple):
+    if not is_a(value, tuple):
         return value
-    parts = [_with_others(part, others) for part in value]
-    if all(one is other for one, other in zip(parts, value, strict=True)):
+    parts = [_with_others(part, others) for part in items(value)]
+    if all(one is other for one, other in zip(parts, items(value), strict=True)):
         return value
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return rebuilt(type(value), parts, attributes(value))
 
 
 def _carries(tensor: torch.Tensor) -> bool:

@@ -199,6 +199,10 @@ from remat.transforms.compat.nested import (
 from remat.transforms.compat.optimizers import (
     watch_fused_steps,  # tell of the parameters that a fused optimizer has written to
 )
+from remat.transforms.compat.scripted import (
+    scripted_places,  # where a module of TorchScript holds tensors
+    set_scripted,  # let it hold another one there
+)
 from remat.transforms.compat.sharding import (
     Meeting,  # a group of ranks, and the store by which it has met
     accumulating,  # the leaves of a wrapped module that gradients come to

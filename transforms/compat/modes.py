@@ -194,7 +194,7 @@ def fake_mode(leaves: list[Any]) -> Any:
     from torch._subclasses import FakeTensor, FakeTensorMode
 
     for leaf in leaves:
-        if isinstance(leaf, FakeTensor):
+        if issubclass(type(leaf), FakeTensor):
             # Parameters that a function captures may be real beside fake arguments.
             leaf.fake_mode.allow_non_fake_inputs = True
             return leaf.fake_mode

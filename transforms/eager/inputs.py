@@ -13,6 +13,7 @@ from remat.transforms.closure import Bindings, innermost, of_arguments, of_captu
 from remat.transforms.compat import modules_watched, top_hooks, without_module_trackers
 from remat.transforms.context import active
 from remat.transforms.intermediates import again, current, marks
+from remat.transforms.objects import plain_of
 from remat.transforms.ops import lies
 from remat.transforms.pytree import flatten, split, unflatten
 from remat.transforms.region import Region, lessons
@@ -20,6 +21,7 @@ from remat.transforms.sharded import PLAIN, Wrapper, local_tensors, wraps
 from remat.transforms.state import Ambient, RandomState, device_kinds
 
 _strided = torch.strided
+_STEERING = frozenset((int, float, str, bool))
 
 
 class Inputs:
@@ -39,13 +41,13 @@ class Inputs:
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.region = region
         self.spec: Any = None  # where there are tensors only, as is common
-        if not kwargs and all([isinstance(arg, torch.Tensor) for arg in args]):
+        if not kwargs and all([issubclass(type(arg), torch.Tensor) for arg in args]):
             self.tensors, self.arguments = list(args), range(len(args))
             self.leaves: list[Any] = []
         else:
             leaves, self.spec = flatten((args, kwargs))
             self.tensors, self.arguments = split(leaves)
-            self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            self.leaves = [None if issubclass(type(leaf), torch.Tensor) else leaf for leaf in leaves]
         self.wrappers = {
             i: Wrapper(t, lambda _: None)
             for i, t in enumerate(self.tensors)
@@ -95,7 +97,11 @@ class Inputs:
 
     def _steering(self) -> Iterator[Any]:
         for leaf in self.leaves:
-            yield leaf if isinstance(leaf, (int, float, str)) else type(leaf)
+            # A class as a number: a metaclass may define a hash, and the ops are compared anyway.
+            kind = type(leaf)
+            yield leaf if kind in _STEERING else id(kind)
+            if (number := plain_of(leaf)) is not None:
+                yield number
 
     def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, in a graph of their own; one that was passed twice is one again."""

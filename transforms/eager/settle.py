@@ -151,7 +151,7 @@ def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
     """Hold what is kept until the backward, by the user's hooks where there are some."""
     kept, hooks = frame.kept, users(frame.inputs.hooks)
     if kept:
-        results = list(tensors_in(flatten(out)[0]))
+        results = split(flatten(out)[0])[0]
         for tensor in results:
             recorder.meet(tensor)
         results = list(local_tensors(results))

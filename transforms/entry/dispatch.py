@@ -84,6 +84,7 @@ from remat.transforms.eager import (
 from remat.transforms.errors import RematError, changing
 from remat.transforms.functorch import Aliasing, Carried, Family, Prim, World, call
 from remat.transforms.intermediates import Mirrors, current
+from remat.transforms.objects import is_tensor
 from remat.transforms.ops import storage
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Region
@@ -216,11 +217,11 @@ def _forward(inputs: Inputs, args: Any, kwargs: Any, known: Any) -> tuple[Any, F
 @uncompiled
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec, tensors, at = list(args), None, list(args), []
-    if kwargs or not all([isinstance(arg, torch.Tensor) for arg in args]):
+    if kwargs or not all([issubclass(type(arg), torch.Tensor) for arg in args]):
         leaves, spec = flatten((args, kwargs))
         tensors, at = split(leaves)
     taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if active.sessions and current() else None
-    others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    others = [leaf for leaf in leaves if not issubclass(type(leaf), torch.Tensor)]
     reach = reached(region.function, *others)
     found = [*filter(known_around, captured(reach)), *(taps.offsets if taps else ())]
     random = RandomState(tensors, own=reach)
@@ -320,7 +321,7 @@ class FlatCall:
         self.aliasing = Aliasing()
         # What the function stores, in what it is given too, is what its first run brings in reach.
         self.others = others
-        self.known: Any = {id(v): v for v in reach if isinstance(v, torch.Tensor)}
+        self.known: Any = {id(v): v for v in reach if issubclass(type(v), torch.Tensor)}
         self.stored: Stored | None = None
         # The operands that the function is given copies of, as it writes derivatives into them.
         self.copied = self._apart(region.cache.copied, reach)
@@ -361,7 +362,7 @@ class FlatCall:
         if not places:
             return []
         given = {*map(id, self.captured), *[id(ref()) for ref in self.originals]}
-        others = [t for t in reach if isinstance(t, torch.Tensor) and id(t) not in given]
+        others = [t for t in reach if issubclass(type(t), torch.Tensor) and id(t) not in given]
         memories = [storage(unwrapped(t)) for t in (*self.operands, *others)]
         return [i for i in sorted(places) if i < len(self.operands) and memories.count(memories[i]) == 1]
 
@@ -411,6 +412,7 @@ class FlatCall:
         }
         with (
             self.bindings.restored(),
+            self.bindings.in_scripts(table) if self.bindings.scripts else contextlib.nullcontext(),
             standing_in(self.region.function, given) as function,
             conversion,
             kept_whole() if cond_met.is_set() else contextlib.nullcontext(),
@@ -427,18 +429,18 @@ class FlatCall:
                 stored = self.stored.found_again((function, *self.others), held, *again)
         note(conversion)
         if self.known is not None:
-            if any([isinstance(arg, (dict, list, tuple)) for arg in (*args, *kwargs.values())]):
+            if any([issubclass(type(arg), (dict, list, tuple)) for arg in (*args, *kwargs.values())]):
                 refuse_given(self.region.name, (args, kwargs), own, out)
             stored = self._stored_first(self.known, objects, conversion)
         copies = zip(before, [operands[i] for i in self.copied], strict=True)
         written = [(t._version != version, _graded_anywhere(t), t) for version, t in copies]
-        if self.taps is None and isinstance(out, torch.Tensor) and not stored and not written:
+        if self.taps is None and is_tensor(out) and not stored and not written:
             return self._leaving([table.get(id(out), out)], around)
         if self.family.world is not None:
             check_results(out, self.region.name)
         self.out_leaves, self.out_spec = flatten((out, named, stored, written))
         tensors, self.out_at = split(self.out_leaves)
-        self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.out_leaves]
+        self.out_leaves = merge(self.out_leaves, self.out_at, [None] * len(self.out_at))
         # A captured tensor may be returned as it is, without any torch call that would have met it.
         tensors = [table.get(id(t), t) for t in tensors]
         return self._leaving(tensors, around)
@@ -447,7 +449,7 @@ class FlatCall:
         self, known: dict[int, Any], objects: list[Any], conversion: ClosureConversion
     ) -> list[torch.Tensor]:
         region, roots, self.known = self.region, (self.region.function, *self.others), None
-        new = [v for v in reached(*roots) if isinstance(v, torch.Tensor) and id(v) not in known]
+        new = [v for v in reached(*roots) if is_tensor(v) and id(v) not in known]
         new += made_for(objects, {**known, **{id(t): t for t in new}}, conversion.is_inside)
         roots = (*roots, *objects)
         stored, self.stored = stored_first(region.name, roots, new) if new else ([], None)

@@ -11,6 +11,7 @@ from torch import Tensor
 from remat.transforms.compat import hooks_aside, in_transform
 from remat.transforms.grad import fresh_leaf, gradients_of, reaches_other_leaves
 from remat.transforms.intermediates.taps import Perturbations
+from remat.transforms.objects import is_tensor
 from remat.transforms.pytree import flatten, merge, split, unflatten
 
 
@@ -58,7 +59,7 @@ def _at_a_level(run: Callable[..., Any], leaves: list[Tensor]) -> tuple[Any, ...
         tensors, at = split(flat)
         # Only tensors leave a transform, and the offsets must not.
         session.found, session.offsets = [], []
-        rest[:] = [session, spec, [None if isinstance(x, Tensor) else x for x in flat], at]
+        rest[:] = [session, spec, [None if is_tensor(x) else x for x in flat], at]
         return value, [[value, *grads], tensors, others]
 
     # The function is differentiated inside, at the level that this opens: the offsets are made there.

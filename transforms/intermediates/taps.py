@@ -25,6 +25,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import active, quiet, scoped, unasked
 from remat.transforms.errors import RematError
+from remat.transforms.objects import is_tensor
 from remat.transforms.pytree import flatten, map_only, smooth, unflatten
 
 
@@ -135,7 +136,7 @@ class Perturbations(Given):
 
     def _offset(self, leaf: Any) -> Any:
         if not smooth(leaf):
-            return None if isinstance(leaf, torch.Tensor) else leaf
+            return None if is_tensor(leaf) else leaf
         own = lifted(leaf, self.depth, lambda tensor: quiet(self.make, tensor))
         self.offsets.append(own)
         return own

@@ -35,6 +35,7 @@ from remat.transforms.joint.holes import around, holes_of
 from remat.transforms.joint.lives import Lives
 from remat.transforms.joint.ops import Joint, Op, Ref, Value, noted
 from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
+from remat.transforms.objects import is_tensor
 from remat.transforms.ops import is_cast_of_leaf, traits
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
@@ -132,7 +133,7 @@ class JointRecorder(TorchDispatchMode):
     def _meet(self, *trees: Any) -> None:
         """Number the sharded parameters among the arguments of an op."""
         for leaf in tree_leaves(trees):
-            if isinstance(leaf, torch.Tensor) and wraps(leaf) and leaf.is_leaf and leaf.requires_grad:
+            if is_tensor(leaf) and wraps(leaf) and leaf.is_leaf and leaf.requires_grad:
                 self.number(leaf)
 
     def same(self, tensor: torch.Tensor, number: int) -> int:
@@ -178,13 +179,13 @@ class JointRecorder(TorchDispatchMode):
         facts = traits(func)
         if facts.ignored:
             out = func(*args, **kwargs)
-            if isinstance(out, torch.Tensor):
+            if is_tensor(out):
                 self.same(out, self.number(args[0]))
             return out
         location = user_line() if self.in_forward else ""
         self.last = (str(func), location)
         refs = map_leaves(
-            lambda leaf: Ref(self.number(leaf)) if isinstance(leaf, torch.Tensor) else noted(leaf),
+            lambda leaf: Ref(self.number(leaf)) if is_tensor(leaf) else noted(leaf),
             (args, kwargs),
         )
         reads = {leaf.id for leaf in tree_leaves(refs) if isinstance(leaf, Ref)}
@@ -194,14 +195,14 @@ class JointRecorder(TorchDispatchMode):
         mutated = [
             kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in facts.writes
         ]
-        overwritten = [t for t in tree_leaves(mutated) if isinstance(t, torch.Tensor)]
+        overwritten = [t for t in tree_leaves(mutated) if is_tensor(t)]
         old = tuple(self.number(t) for t in overwritten)
         outputs = []
         for tensor in overwritten:
             outputs.append(self.add(tensor, "op", position))
             self._writer[self.values[outputs[-1]].storage] = outputs[-1]
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and not any(leaf is t for t in overwritten):
+            if is_tensor(leaf) and not any(leaf is t for t in overwritten):
                 outputs.append(self.add(leaf, "op", position))
         made = func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location
         optional = self.casts and self.in_forward and is_cast_of_leaf(func, args)
@@ -291,14 +292,14 @@ def _trace(
     direct = {id(a) for a in (*args, *kwargs.values())}
     fakes: dict[int, torch.Tensor] = {}
     for at, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and id(leaf) not in fakes:
+        if is_tensor(leaf) and id(leaf) not in fakes:
             held = isinstance(leaf, torch.nn.Parameter) or at in known
             held |= id(leaf) not in direct and leaf.requires_grad and leaf.is_leaf
             # Torch has no stand-ins for some: jagged ones whose sizes nobody has traced.
             with refused(fn, lambda: recorder.last):
                 fakes[id(leaf)] = _stand_in(leaf, mode)
             recorder.add(fakes[id(leaf)], "parameter" if held else "argument")
-    args, kwargs = unflatten([fakes.get(id(x), x) if torch.is_tensor(x) else x for x in leaves], spec)
+    args, kwargs = unflatten([fakes.get(id(x), x) if is_tensor(x) else x for x in leaves], spec)
     with (
         refused(fn, lambda: recorder.last),
         stood_in(recorder.stand_ins),
@@ -337,7 +338,7 @@ def _run(
     packing = torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack)
     with torch.enable_grad(), packing if hooks else contextlib.nullcontext():
         out = fn(*args, **kwargs)
-    results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+    results = [t for t in tree_leaves(out) if is_tensor(t)]
     numbers = tuple(recorder.number(t) for t in results)
     recorder.forward_ends()
     if not backward:

@@ -17,6 +17,7 @@ from remat.transforms.compat import outside_all_modes
 from remat.transforms.context import of_a_look
 from remat.transforms.joint.ops import Hole
 from remat.transforms.joint.stand_ins import on_fakes
+from remat.transforms.objects import is_tensor
 from remat.transforms.pytree import flatten, tree_leaves, unflatten
 
 # The recorder of the graph that is being made, for those who leave calls out of it.
@@ -59,7 +60,7 @@ def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: b
         leaves, spec = flatten(on_fakes(fn, args, kwargs))
 
     def noted(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+        if not is_tensor(leaf):
             return (leaf,)
         known = given.get(id(leaf))
         made = _Meta(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
@@ -86,7 +87,7 @@ def left_out(shell: Shell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among arguments, each once."""
-    return list({id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}.values())
+    return list({id(t): t for t in tree_leaves((args, kwargs)) if is_tensor(t)}.values())
 
 
 class _Open:

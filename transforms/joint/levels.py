@@ -25,6 +25,7 @@ from remat.transforms.compat import (
     unwrapped,
 )
 from remat.transforms.joint.graph import Joint, record
+from remat.transforms.objects import is_tensor
 from remat.transforms.pytree import flatten, merge, smooth, tree_leaves, unflatten
 
 
@@ -61,7 +62,7 @@ def peel(args: tuple[Any, ...], kwargs: dict[str, Any], captured: tuple[torch.Te
     alone = {id(a) for a in (*args, *kwargs.values())}
     direct = tuple(id(leaf) in alone for leaf in leaves)
     for number, kind, randomness in reversed(levels()):
-        inside = [k for k, t in enumerate(leaves) if isinstance(t, torch.Tensor) and level_of(t) == number]
+        inside = [k for k, t in enumerate(leaves) if is_tensor(t) and level_of(t) == number]
         if kind == VMAP:
             dims: list[int | None] = [None] * len(leaves)
             for k in inside:
@@ -76,7 +77,7 @@ def peel(args: tuple[Any, ...], kwargs: dict[str, Any], captured: tuple[torch.Te
             tracked.update(moving)
             steps.append(("grad", moving))
     for k, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
+        if is_tensor(leaf):
             leaf = unwrapped(leaf)
             leaves[k] = _stand_alone(leaf, (k in tracked and smooth(leaf)) or leaf.requires_grad)
     return Peeled(tuple(leaves), spec, tuple(steps), direct, captured)
@@ -102,7 +103,7 @@ def record_peeled(fn: Callable[..., Any], call: Peeled, hooks: bool) -> Joint:
         with ClosureConversion(table, ()).lenient() if table else contextlib.nullcontext():
             out = fn(*args, **kwargs)
         # vmap takes nothing else.
-        return [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        return [t for t in tree_leaves(out) if is_tensor(t)]
 
     steps = list(call.steps)
     body: Callable[..., Any] = at_example
@@ -134,7 +135,7 @@ def _differentiated(
     def run(*leaves: Any) -> Any:
         def of(*moved: Any) -> Any:
             results = tree_leaves(body(*merge(leaves, moving, moved)))
-            return [t for t in results if torch.is_tensor(t) and t.is_floating_point()]
+            return [t for t in results if is_tensor(t) and t.is_floating_point()]
 
         pulled: Any = torch.func.vjp(of, *[leaves[k] for k in moving])
         switch()

@@ -34,6 +34,7 @@ from remat.transforms.context import ADDRESSES, planning, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
 from remat.transforms.joint.fused import kernel_of_target
+from remat.transforms.objects import is_tensor
 from remat.transforms.pytree import flatten, unflatten
 from remat.transforms.state import isolated
 
@@ -61,7 +62,7 @@ class StandIns(TorchFunctionMode):
 
     def swapped(self, value: Any) -> Any:
         """`value` with fakes in it, for all of one call: it may be any of tuple, list and dict."""
-        if isinstance(value, torch.Tensor):
+        if is_tensor(value):
             return self.of(value)
         kind = type(value)
         if kind is tuple or kind is list:

@@ -21,7 +21,7 @@ import torch
 from remat.transforms.compat import accumulating, gathers, meeting_among, outside_all_modes, wrapped_in
 from remat.transforms.context import node_of, quiet
 from remat.transforms.errors import RematError
-from remat.transforms.pytree import flatten
+from remat.transforms.pytree import flatten, split
 from remat.transforms.region.agreement import (
     COMPILING,
     agree,
@@ -162,7 +162,7 @@ def _run_again(frame: Any) -> frozenset[int] | None:
 
 
 def _node_of(results: Any) -> Any:
-    nodes = [node_of(leaf) for leaf in flatten(results)[0] if isinstance(leaf, torch.Tensor)]
+    nodes = [node_of(leaf) for leaf in split(flatten(results)[0])[0]]
     return next((node for node in nodes if node is not None), None)
 
 

@@ -18,6 +18,7 @@ from remat.transforms.compat import function_modes, functions_as_they_are, is_wr
 from remat.transforms.context import active
 from remat.transforms.errors import RematError, WrongType, WrongValue
 from remat.transforms.intermediates import Refusal, current, only
+from remat.transforms.objects import is_tensor
 from remat.transforms.pytree import Spec, flatten, merge, paths, unflatten
 from remat.transforms.scan.spec import Leaves, ScanSpec, Structure, Tensors, kind_of
 from remat.transforms.state import note
@@ -67,7 +68,7 @@ class Body:
         if swapping():
             # A rule that wraps operands anew makes no torch call that the region around would have seen.
             fresh = [new for old, new in zip(self.captured, consts, strict=True) if new is not old]
-            made_inside([t for t in (*fresh, *carry, *x) if isinstance(t, torch.Tensor)])
+            made_inside([t for t in (*fresh, *carry, *x) if is_tensor(t)])
         row = self._row(x)
         if self.trusted and (not consts or all(map(operator.is_, consts, self.captured))):
             if self.carry_is_leaf and self.ys is not None and len(self.ys.kinds) == 1:
@@ -120,7 +121,7 @@ class Body:
         if self.trusted and all(map(operator.is_, consts, self.captured)):
             return _AS_IT_IS
         table = {id(old): new for old, new in zip(self.captured, consts, strict=True)}
-        tensors = [leaf for leaf in operands if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in operands if is_tensor(leaf)]
         return ClosureConversion(table, tensors, self.captured)
 
     def _checked(self, out: Any, carry: Leaves, versions: list[int]) -> tuple[Leaves, list[torch.Tensor]]:
@@ -153,7 +154,7 @@ def version(leaf: Any) -> int:
     # Nearly always, and asked twice a step.
     if type(leaf) is torch.Tensor and not function_modes() and not is_wrapped(leaf):
         return 0 if leaf.is_inference() else leaf._version
-    if not isinstance(leaf, torch.Tensor):
+    if not is_tensor(leaf):
         return 0
     # The wrapper that vmap makes does not count.
     plain = unwrapped(leaf) if is_wrapped(leaf) else leaf
@@ -195,10 +196,10 @@ def rows_of(name: str, xs: Any, length: int | None) -> tuple[list[torch.Tensor],
     leaves = flatten(xs)[0]
     for i in range(len(leaves)):
         row = leaves[i]
-        if isinstance(row, torch.Tensor) and row.dim() > 0:
+        if is_tensor(row) and row.dim() > 0:
             rows.append(row)
         elif row is not None:
-            got = "a tensor without dimensions" if isinstance(row, torch.Tensor) else type(row).__name__
+            got = "a tensor without dimensions" if is_tensor(row) else type(row).__name__
             raise WrongType(
                 f"{name}: xs{paths(xs)[i]} is {got}; xs are tensors of shape [length, ...]. A constant "
                 "belongs in the carry or in a closure."
@@ -250,7 +251,7 @@ def ys_of(name: str, tree: Any) -> tuple[Leaves, Spec]:
     """The leaves and the structure of a y that a body returned, if it can be stacked."""
     leaves, spec = flatten(tree)
     for i in range(len(leaves)):
-        if leaves[i] is not None and not isinstance(leaves[i], torch.Tensor):
+        if leaves[i] is not None and not is_tensor(leaves[i]):
             raise WrongType(
                 f"{name}: y{paths(tree)[i]} is {_say(type(leaves[i]))}; the ys are stacked, so they must be "
                 "tensors (or None for nothing): write torch.as_tensor(...)."

@@ -19,6 +19,7 @@ from remat.transforms.compat import (
     unseen,
     unwrapped,
 )
+from remat.transforms.objects import is_tensor
 from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.ops import memory_of
 from remat.transforms.pytree import Spec, flatten, merge, smooth
@@ -42,7 +43,7 @@ class Structure(NamedTuple):
 
 def kind_of(leaf: Any) -> Any:
     """What must be the same of a leaf at every step."""
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
+    return (leaf.shape, leaf.dtype) if is_tensor(leaf) else type(leaf)
 
 
 def structure_of(tree: Any) -> Structure:
@@ -237,13 +238,13 @@ class Scan:
         """The carry as it is to lie in a slot, on its way to the host if it belongs there."""
         if self.buffered or self.offloaded is None or not self.offloaded(slot):
             return tensors
-        return [to_host(t).tensor if isinstance(t, torch.Tensor) else t for t in tensors]
+        return [to_host(t).tensor if is_tensor(t) else t for t in tensors]
 
     def fetched(self, tensors: Leaves, slot: int, like: Leaves) -> Coming:
         """The carry of a slot on the devices of `like`, on its way there."""
         if self.offloaded is None or not self.offloaded(slot):
             return lambda: tensors
-        return fetch(tensors, [isinstance(t, torch.Tensor) and t.device for t in like])
+        return fetch(tensors, [is_tensor(t) and t.device for t in like])
 
     def stowed(self, tape: Tensors, host: Sequence[bool]) -> list[torch.Tensor]:
         """A tape as it lies between forward and pull-back."""
@@ -264,8 +265,8 @@ def make(
     step: Step, spec: ScanSpec, consts: Tensors, carry: Leaves, xs: Tensors, **options: Any
 ) -> tuple[Scan, list[torch.Tensor]]:
     """A run of a scan, and its operands."""
-    at = tuple([i for i, leaf in enumerate(carry) if isinstance(leaf, torch.Tensor)])
-    static = tuple([None if isinstance(leaf, torch.Tensor) else leaf for leaf in carry])
+    at = tuple([i for i, leaf in enumerate(carry) if is_tensor(leaf)])
+    static = tuple([None if is_tensor(leaf) else leaf for leaf in carry])
     scan = Scan(step, spec, (len(consts), len(at), len(xs)), static, tensors=at, **options)
     return scan, [*consts, *(carry[i] for i in at), *xs]
 
@@ -299,7 +300,7 @@ def own(tensor: torch.Tensor, taken: Container[int]) -> torch.Tensor:
 
 def compact(carry: Leaves) -> Leaves:
     """Copies of views that would keep more than themselves alive."""
-    return [t.clone() if isinstance(t, torch.Tensor) and t._is_view() and _is_part(t) else t for t in carry]
+    return [t.clone() if is_tensor(t) and t._is_view() and _is_part(t) else t for t in carry]
 
 
 def index_states(scan: Scan, flat: Tensors) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import engine_grad, in_transform, outside_inference
+from remat.transforms.objects import is_tensor
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.state import in_backward, noting
 
@@ -39,7 +40,7 @@ def pull(
     With no functorch level active plain autograd does it: faster, and the only way for bodies that hold an
     autograd.Function without `setup_context`. The result is differentiable where grad mode is on.
     """
-    at = [i for i, leaf in enumerate(carry) if isinstance(leaf, torch.Tensor)]
+    at = [i for i, leaf in enumerate(carry) if is_tensor(leaf)]
     states = [carry[i] for i in at]
     marks = [need and smooth(c) for c, need in zip(consts, needs[0], strict=True)]
     marks += map(smooth, states)
@@ -100,7 +101,7 @@ class OneByOne:
         with torch.enable_grad():
             state, row = list(carry), []
             for i, leaf in enumerate(carry):
-                if isinstance(leaf, torch.Tensor):
+                if is_tensor(leaf):
                     at.append(i)
                     marks.append(smooth(leaf))
                     state[i] = own = leaf.detach()

@@ -29,6 +29,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import active, quiet
 from remat.transforms.errors import RematError
+from remat.transforms.objects import is_tensor
 from remat.transforms.pytree import smooth
 
 _READERS = tuple(read for read, _ in switches)
@@ -259,7 +260,7 @@ _CPU = torch.device("cpu")
 def _device_of(args: Any, kwargs: Any) -> torch.device:
     """Where an op draws: on the device of its first tensor, or where it is told to make one."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
+        if is_tensor(value):
             return _CPU if value.is_meta else value.device
     device = kwargs.get("device")
     return _CPU if device is None or torch.device(device).type == "meta" else torch.device(device)
@@ -277,7 +278,7 @@ class RandomState:
         self, tensors: Sequence[torch.Tensor], kinds: tuple[str, ...] | None = None, own: Sequence[Any] = ()
     ) -> None:
         self.cpu = torch.default_generator.get_state()
-        self.own = [(x, x.get_state()) for x in own if isinstance(x, torch.Generator)] if own else ()
+        self.own = [(x, x.get_state()) for x in own if issubclass(type(x), torch.Generator)] if own else ()
         self.devices: Sequence[tuple[torch.device, torch.Tensor]] = ()
         if (kinds or device_kinds(tensors)) != _ONLY_CPU:
             found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
@@ -378,7 +379,7 @@ class Print(NamedTuple):
 def prints_of(tensors: Sequence[Any]) -> list[Print]:
     """Those of float tensors that have numbers in plain memory."""
     watched = modes_active() or in_transform() or function_modes()
-    given = [t for t in tensors if isinstance(t, torch.Tensor)]
+    given = [t for t in tensors if is_tensor(t)]
     if not watched:
         return [_print_of(t) for t in given if _has_numbers(t)]
     with outside_all_modes(), functions_as_they_are():

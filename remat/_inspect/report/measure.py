@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from remat._inspect.looking import looked_at
 from remat._inspect.report.timeline import Timeline
 from remat._inspect.report.watch import TRANSFER, Ran, Watch
 from remat._inspect.residuals import Residuals, saved_residuals
-from remat.transforms import RematError, flatten, leaves_behind, smooth, unflatten
+from remat.transforms import RematError, flatten, is_tensor, leaves_behind, smooth, unflatten
 from remat.transforms.compat import in_transform
 from remat.transforms.entry import run_transparently
 from remat.transforms.tape import listen
@@ -169,7 +168,7 @@ def _step(fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwargs:
     with torch.enable_grad(), listen(watch.kept), torch.autograd.set_multithreading_enabled(False):
         with watch:
             out = called(fn, *args, **kwargs)
-        results = [t for t in flatten(out)[0] if isinstance(t, Tensor) and t.requires_grad]
+        results = [t for t in flatten(out)[0] if is_tensor(t) and t.requires_grad]
         del out
         roots = [t for t in results if t.grad_fn is not None]
         if not roots:

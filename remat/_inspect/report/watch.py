@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from remat._core import OpInfo, describe
 from remat._inspect.report.timeline import Blocks, Timeline
 from remat.policies import kind_of
-from remat.transforms import active, flatten, on_wrappers, traits, user_line
+from remat.transforms import active, flatten, is_tensor, on_wrappers, traits, user_line
 from remat.transforms import recordings as context_recordings
 from remat.transforms.compat import TorchDispatchMode, graph_task, is_strided, storage_key, unwrapped
 from remat.transforms.region import recomputed_region
@@ -89,7 +89,7 @@ class Watch(TorchDispatchMode):
             return Ran(self._when(), func, TRANSFER, 0, _bytes(out), None, None, False, user_line())
         outs = out if isinstance(out, (tuple, list)) else (out,)
         info = OpInfo(func, describe(args), describe(kwargs), describe(tuple(outs)))
-        moved = sum(_bytes(t) for t in flatten((args, kwargs, out))[0] if isinstance(t, Tensor))
+        moved = sum(_bytes(t) for t in flatten((args, kwargs, out))[0] if is_tensor(t))
         again = recomputed_region()
         when = "recompute" if again is not None else self._when()
         recordings = context_recordings() if when == "forward" else []
@@ -106,7 +106,7 @@ class Watch(TorchDispatchMode):
             call,
             inner,
             active.place or user_line(),
-            any(isinstance(t, Tensor) and t.element_size() <= 2 for t in outs),
+            any(is_tensor(t) and t.element_size() <= 2 for t in outs),
         )
 
     def _when(self) -> str:

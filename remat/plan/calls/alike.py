@@ -14,7 +14,7 @@ from remat.plan.calls.cache import graph_of, remember
 from remat.plan.calls.keys import alike, alike_key
 from remat.plan.graph import Graph
 from remat.policies import Policy
-from remat.transforms import BoundedCache
+from remat.transforms import BoundedCache, is_tensor
 from remat.transforms.compat import in_transform
 from remat.transforms.joint import Shell, left_out, record, shell_of
 
@@ -113,7 +113,7 @@ class Regions:
 
 
 def _on_meta(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(arg, torch.Tensor) and arg.device.type == "meta" for arg in args)
+    return any(is_tensor(arg) and arg.device.type == "meta" for arg in args)
 
 
 def _shell(graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any) -> Shell:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from remat._core import forget_when_priced, warn_user
-from remat.plan.calls.keys import call_key
+from remat.plan.calls.keys import Loose, call_key
 from remat.plan.calls.looking import Reach, looked
 from remat.plan.calls.trusted import Trust, trust_nobody
 from remat.plan.graph import Graph
-from remat.transforms import BoundedCache, Key, flatten
+from remat.transforms import BoundedCache, Key, flatten, is_tensor
 from remat.transforms.closure import swapping
 from remat.transforms.compat import in_transform, is_hook_refusal, is_tracing
 from remat.transforms.joint import (
@@ -200,10 +200,10 @@ class _Call:
 
     def held(self) -> tuple[bool, ...]:
         """Which of its tensors somebody else holds: parameters, and leaves in containers."""
-        if not self.kwargs and all([isinstance(a, torch.Tensor) for a in self.args]):
+        if not self.kwargs and all(map(is_tensor, self.args)):
             return tuple([isinstance(a, torch.nn.Parameter) for a in self.args])
         direct = {id(a) for a in (*self.args, *self.kwargs.values())}
-        tensors = [t for t in flatten((self.args, self.kwargs))[0] if isinstance(t, torch.Tensor)]
+        tensors = [t for t in flatten((self.args, self.kwargs))[0] if is_tensor(t)]
         return tuple(
             [
                 isinstance(t, torch.nn.Parameter) or (id(t) not in direct and t.requires_grad and t.is_leaf)
@@ -214,12 +214,12 @@ class _Call:
 
 def _peeled_key(fn: Callable[..., Any], call: Peeled) -> Hashable | None:
     key = call_key(fn, call.leaves, {})
-    return None if key is None else Key(key, call.steps, str(call.spec), len(call.captured))
+    return None if key is None else Key(key, call.steps, call.spec, len(call.captured))
 
 
 def _rough(key: Any) -> Hashable:
-    """A key without its numbers."""
-    return Key(*[part for part in key.parts if type(part) is not int and type(part) is not float])
+    """A key without its numbers, and without what containers and objects hold."""
+    return Key(*[part for part in key.parts if type(part) not in (int, float, Loose)])
 
 
 def _warn_once(name: str, text: str) -> None:

@@ -1,13 +1,15 @@
 """By what a joint graph is remembered: all that the ops of a call can depend on short of data.
 
 A function counts as its code and what it closes over, so that a lambda written in a loop is one function.
-Tensors count as their metadata, plain values as they are, modules and other objects as themselves (weakly)
-with their flags, numbers and strings. A key holds neither functions nor tensors nor modules.
+Tensors count as their metadata, plain values as they are, modules as themselves (weakly) with their flags,
+numbers and strings, objects as their class and what they hold: one that is made anew in every step is the
+same one. What cannot be looked into counts by its identity. A key holds no functions, tensors or modules.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -15,13 +17,28 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from remat.transforms import Identity, Key, flatten, lies
+from remat.transforms import (
+    Identity,
+    Key,
+    attributes,
+    container_of,
+    flatten,
+    in_slot,
+    is_a,
+    is_module,
+    is_tensor,
+    items,
+    length,
+    lies,
+    name_of,
+    names_of,
+    slots,
+)
 from remat.transforms.compat import is_fake
 from remat.transforms.joint import target_kind
 
 _PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), type(...)))
 _BY_VALUE = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_CONTAINERS = (tuple, list, dict, set, frozenset)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What every module has; of these its mode, tensors, children and hooks are looked at by themselves.
 _USUAL = frozenset(torch.nn.Module().__dict__)
@@ -31,26 +48,33 @@ _SKIPPED = _USUAL | {"_remat_settings"}
 _LONG = 256
 
 
-class Unkeyable(Exception):
-    """Something that no key can stand for: what was learnt with it in play is not remembered."""
+# So deep, and so many in one look, are objects looked into: what is beyond counts as its class.
+_DEEP, _MANY = 4, 64
+# Whose objects count as themselves: what they hold is no state of the user's.
+_LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "remat", "numpy", "triton", "optree", "sympy"))
+
+
+class Loose(tuple[Hashable, ...]):
+    """What a container or an object holds, in a key: it may change in every call, and no op with it."""
+
+    __slots__ = ()
 
 
 def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
     """The key of `fn(*args, **kwargs)` as things are now; None where the call must not be remembered."""
-    while isinstance(fn, functools.partial):
+    while is_a(fn, functools.partial):
         # Model libraries make a new one at every call, of the same layer.
         fn, args, kwargs = fn.func, (*fn.args, *args), fn.keywords | kwargs
-    if not kwargs and all([isinstance(a, torch.Tensor) for a in args]):
+    if not kwargs and all(map(is_tensor, args)):
         leaves, spec = args, len(args)
     else:
-        leaves, tree = flatten((args, kwargs))
-        spec = str(tree)
+        leaves, spec = flatten((args, kwargs))
     look = _Look()
     try:
         look.at(fn)
         look.each(leaves)
         return Key(*look.found, spec, *modes())
-    except (Unkeyable, TypeError, RecursionError):
+    except (TypeError, RecursionError):
         # TypeError: symbolic sizes and the like have no hash.
         return None
 
@@ -62,8 +86,8 @@ def alike_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     try:
         for value in (fn, *leaves):
             look.at(value)
-        return [*look.found, str(spec), *modes()]
-    except (Unkeyable, TypeError, RecursionError):
+        return [*look.found, spec, *modes()]
+    except (TypeError, RecursionError):
         return None
 
 
@@ -98,19 +122,16 @@ class _Look:
         self.found: list[Hashable] = []
         self.seen: dict[int, int] = {}
         self.alive: list[Any] = []
+        self.depth, self.room = 0, _MANY
 
     def at(self, value: Any) -> None:
-        """Write down what `value` counts as.
-
-        Raises:
-            Unkeyable: there is nothing that it could count as.
-        """
+        """Write down what `value` counts as."""
         kind = type(value)
         if kind in _PLAIN:
             # The types tell 1, 1.0 and True apart.
             self.found += (kind, value)
             return
-        if isinstance(value, _BY_VALUE):
+        if issubclass(kind, _BY_VALUE):
             self.found.append(value)
             return
         number = id(value)
@@ -118,14 +139,14 @@ class _Look:
             self.found += ("again", self.seen[number])
             return
         self.seen[number] = len(self.seen)
-        if isinstance(value, torch.Tensor):
+        if issubclass(kind, torch.Tensor):
             self._tensor(value, kind)
-        elif isinstance(value, torch.nn.Module) and "_parameters" in value.__dict__:
-            self._module(value)
-        elif isinstance(value, _CONTAINERS):
-            self._container(value)
-        elif isinstance(value, types.FunctionType):
+        elif issubclass(kind, torch.nn.Module) and "_parameters" in (held := attributes(value) or {}):
+            self._module(value, held)
+        elif kind is types.FunctionType:
             self._function(value)
+        elif container_of(value) is not None:
+            self._loosely(self._container, value)
         else:
             self._object(value)
 
@@ -152,7 +173,7 @@ class _Look:
             self.found.append(kind)
             return
         try:
-            held = isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf
+            held = issubclass(kind, torch.nn.Parameter) or tensor.is_leaf
         except RuntimeError:
             held = _STALE
         # As `each` writes them.
@@ -160,17 +181,36 @@ class _Look:
         self.found += (kind, tensor.shape, lies(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
         self.found.append(held)
 
+    def _loosely(self, look: Callable[[Any], None], value: Any) -> None:
+        """Write down what something holds as one thing, of which a rough key knows nothing."""
+        if self.alike:
+            # There one number may differ wherever it is.
+            look(value)
+            return
+        kind, outer = type(value), self.found
+        outer.append(name_of(kind) if container_of(value) is kind else Identity(kind))
+        if self.depth < _DEEP:
+            self.found, self.depth = [], self.depth + 1
+            try:
+                look(value)
+            finally:
+                inside, self.found, self.depth = self.found, outer, self.depth - 1
+            outer.append(Loose(inside))
+
     def _container(self, value: Any) -> None:
-        self.found += (type(value).__qualname__, len(value))
-        if len(value) > _LONG:
+        base, size = container_of(value), length(value)
+        self.found += (name_of(type(value)), size)
+        if size > _LONG:
             self.found.append(id(value))
-        elif isinstance(value, (set, frozenset)):
+        elif base is set or base is frozenset:
             # In no order that would be the same for an equal one.
-            self.found.append(frozenset(map(_of, value)))
+            self.found.append(frozenset(map(_of, items(value))))
         else:
-            self.each(value)
-            if isinstance(value, dict):
-                self.each(value.values())
+            if base is dict:
+                self.each(list(dict.keys(value)))
+            self.each(items(value))
+        if type(value) is not base:
+            self._own(value)
 
     def _function(self, fn: types.FunctionType) -> None:
         code = fn.__code__
@@ -190,23 +230,23 @@ class _Look:
         """What a function reads from its file: flags, models, tensors, other functions (as their code)."""
         for name in code.co_names:
             value = names.get(name, _NOWHERE)
-            if value is _NOWHERE or isinstance(value, (types.ModuleType, type)):
+            if value is _NOWHERE or is_a(value, (types.ModuleType, type)):
                 continue
             self.found.append(name)
-            if isinstance(value, types.FunctionType):
+            if is_a(value, types.FunctionType):
                 self.found.append(Identity(value.__code__))
             else:
-                self._loosely(value)
+                self.at(value)
 
-    def _module(self, module: torch.nn.Module) -> None:
-        held, found = module.__dict__, self.found
+    def _module(self, module: torch.nn.Module, held: dict[str, Any]) -> None:
+        found = self.found
         parameters, buffers, children = held["_parameters"], held["_buffers"], held["_modules"]
         # Of those inside another one their number will do: what may change of them is looked at.
         if self.alike:
             found.append(Identity(type(module)))
         else:
             found.append(Identity(module) if not found else id(module))
-        found += (type(module).__qualname__, held.get("training"), *parameters, *buffers, *children)
+        found += (name_of(type(module)), held.get("training"), *parameters, *buffers, *children)
         hooked = held["_forward_hooks"] or held["_forward_pre_hooks"]
         if hooked or held["_backward_hooks"] or held["_backward_pre_hooks"]:
             for name in _HOOKS:
@@ -218,58 +258,66 @@ class _Look:
                 found += (name, kind, value)
             else:
                 found.append(name)
-                self._loosely(value)
+                self.at(value)
         self.each(parameters.values())
         if buffers:
             self.each(buffers.values())
         seen = self.seen
         for value in children.values() if children else ():
-            if value is not None and "_parameters" in value.__dict__ and id(value) not in seen:
+            inner = attributes(value) if is_module(value) else None
+            if inner is not None and "_parameters" in inner and id(value) not in seen:
                 seen[id(value)] = len(seen)
-                self._module(value)
+                self._module(value, inner)
             else:
                 self.at(value)
 
     def _object(self, value: Any) -> None:
-        found = self.found
-        if isinstance(value, types.MethodType):
+        found, kind = self.found, type(value)
+        if kind is types.MethodType:
             self.at(value.__func__)
             self.at(value.__self__)
-        elif isinstance(value, types.BuiltinFunctionType):
+        elif kind is types.BuiltinFunctionType:
             # A method of a built-in object is made anew wherever it is looked up.
             found.append(value.__qualname__)
-            if not isinstance(value.__self__, (type, types.ModuleType)):
+            if not is_a(value.__self__, (type, types.ModuleType)):
                 self.at(value.__self__)
-        elif isinstance(value, functools.partial):
+        elif kind is functools.partial:
             for part in (value.func, value.args, value.keywords):
                 self.at(part)
-        elif isinstance(value, torch.Generator):
+        elif issubclass(kind, torch.Generator):
             found += ("generator", value.device)
-        elif (parts := getattr(type(value), "made_of", None)) is not None:
+        elif (parts := names_of(kind).get("made_of")) is not None and name_of(kind).startswith("_"):
             # Identities are only good while the objects live.
             self.alive.append(made := parts(value))
-            found.append(type(value).__qualname__)
+            found.append(name_of(kind))
             self.at(made)
+        elif issubclass(kind, (type, types.ModuleType, torch.nn.Module)):
+            found.append(Identity(value))
+        elif self.room > 0 and _is_users(kind):
+            self.room -= 1
+            self._loosely(self._own, value)
         else:
-            try:
-                found.append(Identity(value))
-            except TypeError:
-                raise Unkeyable(f"{value!r} cannot be referred to weakly") from None
-            if not isinstance(value, (type, types.ModuleType)):
-                for name, attribute in getattr(value, "__dict__", {}).items():
-                    if type(attribute) in _PLAIN:
-                        found += (name, type(attribute), attribute)
+            found += (name_of(kind), id(value))
 
-    def _loosely(self, value: Any) -> None:
-        """The same, where one thing that no key can stand for must not spoil the rest."""
-        kind = type(value)
-        if kind in _PLAIN:
-            self.found += (kind, value)
-            return
-        try:
-            self.at(value)
-        except Unkeyable:
-            self.found += (kind.__qualname__, id(value))
+    def _own(self, value: Any) -> None:
+        """The attributes and slots of an object, in the order in which they were set."""
+        for name, held in list(dict.items(attributes(value) or {})):
+            self.found.append(name)
+            self.at(held)
+        for slot in slots(value):
+            self.found.append(slot.__name__)
+            self.at(in_slot(slot, value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def _is_users(kind: type) -> bool:
+    """Whether objects of a class hold state of the user's that can be read."""
+    module = names_of(kind).get("__module__")
+    return type(module) is str and not _is_library(module)
 
 
 def _of(value: Any) -> Hashable:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from remat.policies import Policy
-from remat.transforms import BoundedCache, Key, flatten, lies
+from remat.transforms import BoundedCache, Key, attributes, flatten, is_a, is_module, lies, names_of
 from remat.transforms.closure import swapping
 from remat.transforms.intermediates import current
 
@@ -94,21 +94,21 @@ def _seen(value: Any) -> Hashable:
     kind = type(value)
     if kind in _PLAIN:
         return kind, value
-    if isinstance(value, torch.Tensor):
-        return kind, value.shape, lies(value), value.dtype, value.device, value.requires_grad
-    return (id(value), value.training) if isinstance(value, torch.nn.Module) else id(value)
+    if issubclass(kind, torch.Tensor):
+        return id(kind), value.shape, lies(value), value.dtype, value.device, value.requires_grad
+    return (id(value), (attributes(value) or {}).get("training")) if is_module(value) else id(value)
 
 
 def _parts(fn: Callable[..., Any]) -> tuple[Any, ...]:
     """What is behind a function besides its code: of a method its object, what a function closes over."""
-    if isinstance(fn, functools.partial):
+    if is_a(fn, functools.partial):
         return (*_parts(fn.func), *flatten((fn.args, fn.keywords))[0])
-    if isinstance(fn, types.MethodType):
+    if is_a(fn, types.MethodType):
         return (*_parts(fn.__func__), fn.__self__)
-    if isinstance(fn, types.FunctionType):
+    if is_a(fn, types.FunctionType):
         try:
             return tuple([cell.cell_contents for cell in fn.__closure__ or ()])
         except ValueError:
             return (fn,)
-    made_of = getattr(type(fn), "made_of", None)
+    made_of = names_of(type(fn)).get("made_of")
     return (fn,) if made_of is None else tuple(flatten(made_of(fn))[0])

@@ -13,7 +13,7 @@ from remat._inspect import looked_at
 from remat._region import with_policy
 from remat.plan.graph import synchronizer
 from remat.policies import Policy
-from remat.transforms import RematError, leaves_behind, tree_leaves
+from remat.transforms import RematError, is_tensor, leaves_behind, tree_leaves
 from remat.transforms.compat import is_fake
 
 # A point is refuted by another one that keeps no more and takes less than this share of its time.
@@ -35,7 +35,7 @@ def measured(
     Raises:
         RematError: a tensor has no data.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if is_tensor(leaf)]
     if any(tensor.is_meta or is_fake(tensor) for tensor in tensors):
         raise RematError(
             "measure=True runs the function, and its arguments have no data. Leave it out, and name the "
@@ -61,7 +61,7 @@ def measured(
 
 
 def _active(out: Any) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return [t for t in tree_leaves(out) if is_tensor(t) and t.requires_grad]
 
 
 def _step(region: Callable[..., Any], args: Any, kwargs: Any, leaves: Sequence[torch.Tensor]) -> None:
