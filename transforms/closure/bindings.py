@@ -245,7 +245,8 @@ def _named(known: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, list[
             yield vars(value), [name for name in names if name in vars(value)]
         elif is_a(value, type):
             # (What a class makes of a function or a property is another object at every look.)
-            own = names_of(value)
+            kind: Any = value
+            own = names_of(kind)
             yield value, [n for n in names if n in own and not hasattr(type(own[n]), "__get__")]
 
 
