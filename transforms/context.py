@@ -20,9 +20,12 @@ from remat.transforms.compat import (
     function_state,
     functions_as_they_are,
     functions_off,
+    is_strided,
+    is_wrapped,
     profiling,
     set_function_state,
     sharding_aside,
+    storage_key,
 )
 from remat.transforms.sharded import is_wrapper, local_tensors, wraps
 
@@ -231,6 +234,8 @@ def notice(func: Any, args: Any) -> None:
     """Tell the recording around of a torch function that goes past torch's dispatcher."""
     name = getattr(func, "__name__", "")
     if name == "__set__" and func.__self__ is _DATA:
+        if len(args) > 1 and _is_there(*args):
+            return  # as `module.to(x)` does where nothing moves
         run_again_whole("it replaces the data of a tensor")
         moved = _by_sharding()
         for mode in recordings():
@@ -242,6 +247,22 @@ def notice(func: Any, args: Any) -> None:
         moved = _by_sharding()
         for mode in recordings():
             mode.expose(args[0], moved)
+
+
+def _is_there(tensor: Any, data: Any) -> bool:
+    """Whether a tensor is set to the data that it has."""
+    if data is tensor:
+        return True
+    with functions_as_they_are():
+        if not (is_strided(tensor) and is_strided(data)) or is_wrapped(tensor) or is_wrapped(data):
+            return False
+        same = tensor.dtype == data.dtype and tensor.shape == data.shape and tensor.stride() == data.stride()
+        return (
+            same
+            and tensor.storage_offset() == data.storage_offset()
+            and tensor.numel() > 0
+            and storage_key(tensor) == storage_key(data)
+        )
 
 
 def _by_sharding() -> bool:

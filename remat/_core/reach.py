@@ -36,6 +36,7 @@ from remat._core.holders import (
     names_in,
 )
 from remat.transforms import flatten, is_tensor
+from remat.transforms.compat import cached_weights
 from remat.transforms.state import RandomState, switches_put_back
 
 _ATOMS = frozenset(
@@ -57,7 +58,7 @@ def _is_library(module: Any) -> bool:
 @contextlib.contextmanager
 def isolating(*roots: Any) -> Iterator[Reach]:
     """Leave modules that `roots` can reach, random streams and torch's switches as they are."""
-    reach = Reach(roots)
+    reach = Reach((*roots, cached_weights()))
     generators = RandomState([t for t in flatten(roots)[0] if is_tensor(t)])
     streams = [(random.setstate, random.getstate())]
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -4,6 +4,7 @@ from remat.transforms.compat.ambient import (
     DeviceContext,  # what `with torch.device(...)` makes a torch-function mode
     autocasting,  # whether autocast is on for any device
     bits,  # whether the numbers in a tensor's memory stand for their conjugates, and for their negatives
+    cached_weights,  # what `torch.nn.utils.parametrize.cached()` has computed
     data_of,  # the data of a tensor, of which no torch-function mode is told
     function_mode_at,  # the torch-function mode at this place, from the outermost
     function_modes,  # how many torch-function modes are active

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -84,6 +85,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     # A pack hook may ask while a torch-function mode is on, which would take this for a call of the user's.
     with functions_as_they_are():
         return tensor.untyped_storage()._cdata
+
+
+def cached_weights() -> dict[Any, Any]:
+    """What `torch.nn.utils.parametrize.cached()` has computed. (Its table has no public name.)"""
+    return getattr(sys.modules.get("torch.nn.utils.parametrize"), "_cache", {})
 
 
 def storage_held(tensor: torch.Tensor) -> Any:
