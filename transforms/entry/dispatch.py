@@ -250,6 +250,8 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
                 attempt.learn_copied(graded, reach)
             elif "is not differentiable with respect to" in str(error) and not region.cache.by_levels:
                 region.cache.by_levels = True
+            elif "would mutate a captured Tensor" in str(error) and not region.cache.writes_operands:
+                region.cache.writes_operands = True
             elif not not_compiled(error):
                 raise
         for mode, first in begun:

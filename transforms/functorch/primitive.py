@@ -434,8 +434,11 @@ def unchanged(operands: Tensors, but: Sequence[int], family: Family) -> Iterator
 @contextlib.contextmanager
 def writable(operands: Tensors, but: Sequence[int], family: Family) -> Iterator[Tensors]:
     """The operands as arguments of the innermost level, which refuses writes to what it takes for captured;
-    those at `but` are given by who differentiates them."""
-    if family.world is not None:
+    those at `but` are given by who differentiates them.
+
+    Only where the function was seen to write to one: a wrapper outlives its level in what autograd saves.
+    """
+    if family.world is not None or not family.region.cache.writes_operands:
         yield operands
         return
     level = innermost_level().level()
