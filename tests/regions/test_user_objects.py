@@ -233,16 +233,9 @@ WAYS = {
 POLICIES = {"nothing": None, "matmuls": save_matmuls, "budget": checkpoint_policy(budget=0.5)}
 
 
-# Since regions give a function that writes copies of its operands, vmap(grad) of a module that reads its own
-# parameters raises "Cannot access storage of TensorWrapper".
-_WRAPPED = pytest.mark.xfail(strict=False, reason="the storage of a wrapped parameter")
-
-
 @pytest.mark.filterwarnings("ignore:A budget")  # it is below the least that so small a region keeps
 @pytest.mark.parametrize(("kind", "place", "way", "policy"), crossed(KINDS, PLACES, WAYS, POLICIES, every=13))
-def test_none_of_its_methods_is_called(request, kind, place, way, policy):
-    if (place, way) == ("attribute", "vmap(grad)"):
-        request.applymarker(_WRAPPED)
+def test_none_of_its_methods_is_called(kind, place, way, policy):
     x = torch.randn(2, 3, dtype=torch.float64)
     thing = KINDS[kind]()
     want = WAYS[way](PLACES[place](lambda f: f, thing), x.clone())
@@ -301,11 +294,11 @@ SCRIPTED = {
 
 @pytest.mark.filterwarnings("ignore")  # a budget cannot look into all of these
 @pytest.mark.parametrize(("kind", "way", "policy"), crossed(SCRIPTED, WAYS, POLICIES, every=2))
-def test_modules_of_torchscript(request, kind, way, policy):
-    if way == "vmap(grad)" and kind != "freeze":
-        request.applymarker(_WRAPPED)
+def test_modules_of_torchscript(kind, way, policy):
     # Compared with the module before it was scripted: torch's own jvp and grad(grad) of a scripted one are 0
     # from the second call, when torch has optimized it. A look of the planner is such a call.
+    if (kind, way, policy) == ("script", "vmap(grad)", "budget"):
+        pytest.skip("torch's own optimized code refuses vmap (docs/limits.md)")
     if (kind, way, policy) == ("script", "jvp", "budget"):
         pytest.skip("torch's own value is 0")
     eager, x = Net(), torch.randn(2, 3, dtype=torch.float64)

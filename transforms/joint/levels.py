@@ -162,4 +162,12 @@ def _apart(body: Callable[..., Any], direct: tuple[bool, ...]) -> Callable[..., 
 
 def _batched(body: Callable[..., Any], step: tuple[Any, ...]) -> Callable[..., Any]:
     _, dims, randomness = step
-    return torch.func.vmap(body, in_dims=dims, randomness=randomness)
+
+    def run(*given: Any) -> Any:
+        # torch takes apart what it is given: objects of the user's go past it.
+        at = [k for k, value in enumerate(given) if is_tensor(value)]
+        of = lambda *tensors: body(*merge(given, at, tensors))  # noqa: E731
+        over = torch.func.vmap(of, in_dims=tuple([dims[k] for k in at]), randomness=randomness)
+        return over(*[given[k] for k in at])
+
+    return run
