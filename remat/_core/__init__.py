@@ -8,6 +8,8 @@ from remat._core.devices import (
 from remat._core.flops import (
     causal_share,  # the share of an attention op's FLOPs that a causal mask leaves
     forget_when_priced,  # call something when an op gets another price
+    has_formula_of_ours,  # whether an op is a factorization, an FFT, a distance: no product of matrices
+    is_light,  # whether an op's price is the bytes that it moves
     known_flops,  # FLOPs of `op(*args, **kwargs)`, or None for an op that nobody gave a formula for
     op_name,  # `aten::mm` for every overload and for the packet
     register_cost,  # tell policies and the planner what a custom op costs

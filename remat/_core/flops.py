@@ -1,7 +1,7 @@
 """Floating point operations of one call of an op, from metadata alone.
 
-Source of the formulas: `torch.utils.flop_counter`, which counts a multiply-add as two; the few costly ops
-that it leaves out are below, counted in the same way.
+Source of the formulas: `torch.utils.flop_counter`, which counts a multiply-add as two. Products that it
+leaves out are below, counted in the same way; factorizations, FFTs and the like are in `formulas`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from remat._core.formulas import FORMULAS, light_by_name
 from remat.transforms import map_leaves
 
 _REGISTERED: dict[str, Callable[..., float]] = {}
@@ -62,12 +63,12 @@ def known_flops(op: Any, args: Any, kwargs: Any, outputs: Any, is_meta: Callable
     call = (tuple(args), dict(kwargs), tuple(outputs))
     shapes, keywords, out = _replaced(call, is_meta, torch.Size)
     name = op_name(op)
-    formula = _REGISTERED.get(name) or _OURS.get(name.removeprefix("aten::")) or _attention(name)
+    formula = _REGISTERED.get(name) or _formula(name) or _attention(name)
     if formula is not None:
         return int(formula(*shapes, **keywords))
     from torch.utils.flop_counter import flop_registry
 
-    formula = flop_registry.get(getattr(op, "overloadpacket", op))
+    formula = flop_registry.get(_out_of_place(op, name))
     if formula is None:
         formula = _LATER.get(name)
         return None if formula is None else int(formula(*shapes, **keywords))
@@ -78,6 +79,42 @@ def known_flops(op: Any, args: Any, kwargs: Any, outputs: Any, is_meta: Callable
     if name == "aten::convolution_backward":
         out = _as_masked(out, shapes[-1])
     return int(formula(*shapes, **keywords, out_val=out[0] if len(out) == 1 else out))
+
+
+def _formula(name: str) -> Callable[..., float] | None:
+    space, _, base = name.partition("::")
+    if space != "aten":
+        return None
+    found = _OURS.get(base) or FORMULAS.get(base)
+    return found or _OURS.get(base.rstrip("_")) or FORMULAS.get(base.rstrip("_"))
+
+
+def has_formula_of_ours(op: Any) -> bool:
+    """Whether an op is a factorization, an FFT, a distance and the like: slower than products of matrices."""
+    space, _, base = op_name(op).partition("::")
+    return space == "aten" and base in FORMULAS
+
+
+def _out_of_place(op: Any, name: str) -> Any:
+    """The packet that torch's formulas are listed by: `aten.addmm` for `aten.addmm_`, too."""
+    packet = getattr(op, "overloadpacket", op)
+    return (
+        getattr(torch.ops.aten, name[6:-1], packet)
+        if name.startswith("aten::") and name[-1] == "_"
+        else packet
+    )
+
+
+def is_light(op: Any) -> bool:
+    """Whether an op's price is the bytes that it moves: pointwise ops, reductions, copies, draws.
+
+    Ops of other libraries are not: nobody knows what those compute.
+    """
+    space, _, base = op_name(op).partition("::")
+    if space != "aten":
+        return space in ("prims", "prim", "higher_order")
+    tags = getattr(op, "tags", ())
+    return torch.Tag.pointwise in tags or getattr(torch.Tag, "reduction", None) in tags or light_by_name(base)
 
 
 def _as_masked(out: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:
@@ -164,6 +201,7 @@ _OURS: dict[str, Callable[..., float]] = {
     "vdot": lambda a, b: 2 * math.prod(a),
     "addbmm": lambda bias, a, b, **_: 2 * math.prod(a) * b[-1],
     "_int_mm": lambda a, b, **_: 2 * math.prod(a) * b[-1],
+    "_weight_int8pack_mm": lambda a, b, *_, **__: 2 * math.prod(a) * b[0],
     "linear": _linear,
     "mkldnn_linear": _linear,
 }

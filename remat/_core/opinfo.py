@@ -120,7 +120,8 @@ class OpInfo:
 
     @property
     def flops(self) -> int:
-        """Floating point operations of the op, by torch's formulas and those of `remat.plan.register_cost`.
+        """Floating point operations of the op: torch's formulas, those of `remat.plan.register_cost`, and the
+        standard counts of factorizations, solves, FFTs and recurrent layers.
 
         0 for ops that have none, which are pointwise ops, reductions and views.
         """

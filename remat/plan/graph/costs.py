@@ -2,7 +2,7 @@
 
 | model | unit | an op's price |
 |---|---|---|
-| `Flops` | FLOP | torch's formulas for matmuls, convolutions, attention; else 0.001 per byte moved |
+| `Flops` | FLOP | formulas (`_core.flops`, `_core.formulas`); else 0.001 per byte moved |
 | `Roofline` | seconds | the larger of FLOPs over peak and bytes moved over bandwidth (`roofline`) |
 | `Measured` | seconds | the least of timed runs on this device, cached on disk (`measured`) |
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from remat._core import known_flops, op_name, warn_user
+from remat._core import is_light, known_flops, op_name, warn_user
 from remat.plan.graph.traffic import is_view
 from remat.policies import kind_of
 from remat.transforms import BoundedCache, map_only, traits
 from remat.transforms.joint import Joint, Op, Ref, Value
 
-# A custom op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
+# An op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
 UNKNOWN_FLOPS_PER_BYTE = 1024
 
 # Ops that were warned of.
@@ -16,17 +16,16 @@ _UNKNOWN: BoundedCache[str, None] = BoundedCache(4096)
 
 
 def flops_of(joint: Joint, op: Op) -> float:
-    """FLOPs of one op; 0 for pointwise ops, reductions and views. Unknown custom ops are priced by size."""
+    """FLOPs of one op; 0 for what moves elements, and views. An op of unknown cost is priced by its bytes."""
     args, kwargs = map_only(Ref, lambda r: joint.values[r.id], (op.args, op.kwargs))
     outputs = tuple([joint.values[o] for o in op.outputs])
     known = known_flops(op.target, args, kwargs, outputs, lambda x: isinstance(x, Value))
     if known is not None:
         return float(known)
-    name = op_name(op.target)
-    if traits(op.target).functional:
+    if traits(op.target).functional or is_light(op.target) or is_view(joint, op):
         return 0.0
-    if name.split("::")[0] not in ("aten", "prims", "prim", "higher_order") and op.outputs and op.forward:
-        _warn_unknown(name)
+    if op.outputs and op.forward:
+        _warn_unknown(op_name(op.target))
         return float(UNKNOWN_FLOPS_PER_BYTE * sum(joint.values[o].bytes for o in op.outputs))
     return 0.0
 
@@ -41,8 +40,14 @@ def _warn_unknown(name: str) -> None:
 
 
 def is_heavy(joint: Joint, op: Op) -> bool:
-    """What `budget="free"` never runs again: matmul, convolution, attention, collectives, custom FLOPs."""
-    return kind_of(op.target) is not None or traits(op.target).functional or flops_of(joint, op) > 0
+    """What `budget="free"` never runs again.
+
+    Matmuls, convolutions, attention, collectives, factorizations, FFTs, custom FLOPs, and ops of unknown
+    cost; no scatters, whose few FLOPs take less time than their bytes.
+    """
+    if kind_of(op.target) is not None or traits(op.target).functional:
+        return True
+    return flops_of(joint, op) > 0 and not is_light(op.target)
 
 
 def bytes_sent(joint: Joint, op: Op) -> int:

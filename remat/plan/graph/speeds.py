@@ -6,6 +6,7 @@ matmuls, convolutions and attention, and bytes read and written of the others.
 | kind | stands for |
 |---|---|
 | `matmul`, `convolution`, `attention`, `attention backward` | ops with FLOPs |
+| `linalg` | factorizations, solves, FFTs: by a QR |
 | `narrow attention` and so on | the same of heads narrower than `NARROW`: softmax takes a larger part |
 | `copy` | sums, products, copies: ops as fast as memory |
 | `clone` | a copy into another order of dimensions |
@@ -239,6 +240,12 @@ def _heavy(kind: str, large: bool, ones: Callable[..., torch.Tensor], item: int)
         for n in (64, 256, 768) if not large else (512, 2048, 8192):
             yield Probe(
                 2.0 * n**3, 3 * n * n * item, lambda n=n: functools.partial(torch.mm, ones(n, n), ones(n, n))
+            )
+    elif kind == "linalg":
+        for n in (64, 256) if not large else (256, 1024):
+            # (LAPACK and MAGMA know no bfloat16.)
+            yield Probe(
+                8 / 3 * n**3, 3 * n * n * item, lambda n=n: functools.partial(torch.linalg.qr, ones(n, n))
             )
     elif kind == "convolution":
         for n in (8, 32) if not large else (32, 128):
