@@ -20,6 +20,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from remat import RematError
@@ -31,6 +32,7 @@ Seen = dict[str, Any]
 DEFAULTS: dict[str, Any] = {
     "flip": [], "mode": None, "frozen": False, "rows": 3, "autocast": False, "requires": True, "hook": None,
     "late": False, "factor": None, "bytes": False, "randomness": "same", "layout": "contiguous",
+    "around": None, "fetched": False,
 }  # fmt: skip
 
 
@@ -75,6 +77,53 @@ def laid(tensor: Tensor, layout: str) -> Tensor:
 LAYOUTS = ("contiguous", "transposed", "strided", "expanded", "channels_last")
 
 
+class Changes(TorchFunctionMode):
+    """A mode of the user's that changes what some functions return."""
+
+    OF = (torch.sin, Tensor.sin, torch.tanh, Tensor.tanh, torch.nn.functional.gelu, Tensor.exp)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 1.25 if func in self.OF else out
+
+
+# What may be around a step: around all of it, or around its forward alone.
+AROUND: dict[str, Callable[[], Any]] = {"mode": Changes, "inference": torch.inference_mode}
+AROUND_FORWARD: dict[str, Callable[[], Any]] = {
+    "mode forward": Changes,
+    "clones": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
+    "clones back": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.clone()),
+}
+
+
+@contextlib.contextmanager
+def fetched(module: nn.Module | None) -> Iterator[None]:
+    """While this lasts the module has its weights when it is called and when its backward runs, and memory
+    of others' between."""
+    if module is None:
+        yield
+        return
+    home = {name: p.data for name, p in module.named_parameters()}
+
+    def fetch(module: Any, *_: Any) -> None:
+        for name, value in home.items():
+            getattr(module, name).data = value
+
+    def drop(module: Any, args: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda _: fetch(module))
+        for name, value in home.items():
+            getattr(module, name).data = torch.full_like(value, 7.0)
+
+    hooks = module.register_forward_pre_hook(fetch), module.register_forward_hook(drop)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        fetch(module)
+
+
 class Pass:
     """One of the two: a model of the program, and what its steps leave behind."""
 
@@ -91,6 +140,7 @@ class Pass:
     def run(self, step: dict[str, Any], seed: int) -> Seen:
         step = DEFAULTS | step
         self.randomness: str = step["randomness"]
+        self.around: str | None = step["around"]
         seeded(seed)
         self._prepare(step)
         with regions(self.ours), warnings.catch_warnings():
@@ -98,7 +148,8 @@ class Pass:
             # A sparse product under autocast is another one under any dispatch mode: torch's own.
             casts = step["autocast"] and "to_sparse" not in self.source
             cast = torch.autocast("cpu", torch.bfloat16) if casts else contextlib.nullcontext()
-            with cast:
+            module = getattr(self.model, "lin", None) if step["fetched"] else None
+            with cast, AROUND.get(step["around"], contextlib.nullcontext)(), fetched(module):
                 seen = WAYS[step["how"]](self, step)
         state = self.state()
         if step["how"] == "differences":  # what is drawn comes to buffers and attributes, too
@@ -116,6 +167,7 @@ class Pass:
 
     def _prepare(self, step: dict[str, Any]) -> None:
         model = self.model
+        model.zero_grad()
         for flag in step["flip"]:
             setattr(model, flag, not getattr(model, flag))
         if step["mode"] in ("train", "eval"):
@@ -149,7 +201,8 @@ class Pass:
         call: Callable[..., Tensor] = self.model
         if self.backend is not None:
             call = torch.compile(self.model, backend=self.backend, fullgraph=True)
-        parts = [call(x, y), *self.model.escaped]
+        with AROUND_FORWARD.get(self.around or "", contextlib.nullcontext)():
+            parts = [call(x, y), *self.model.escaped]
         self.model.escaped.clear()
         self.model.noted = None
         # Connected to every leaf: a transform inside may connect its results to what does not count.
@@ -164,6 +217,8 @@ class Pass:
             seen[f"self.{name}"] = pytree.tree_map(
                 lambda v: v.detach().clone() if isinstance(v, Tensor) else v, value
             )
+        # What a backward inside of a Function has accumulated.
+        seen["self.grad"] = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         if not self.streams:
             return seen
         seen["random stream"] = torch.default_generator.get_state()

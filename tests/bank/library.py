@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import random
+import types
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,10 +34,10 @@ from remat import (
 )
 
 __all__ = [
-    "Attribute", "Base", "Config", "Dirty", "Doubled", "F", "Irreps", "LOOP", "Lazy", "Old", "Pair",
-    "Partly", "R", "RawFill", "Refuses", "SCAN", "SavesOutput", "State", "Twin", "add", "checkpoint",
-    "checkpoint_name", "functools", "grid", "lookup", "nn", "np", "parametrized", "quantized", "random",
-    "run_chain", "torch",
+    "Accumulates", "Attribute", "Base", "Config", "Dirty", "Doubled", "F", "Irreps", "LOOP", "Lazy", "Old",
+    "Pair", "Partly", "R", "RawFill", "Refuses", "Reversible", "SCAN", "SavesOutput", "State", "Twin", "add",
+    "checkpoint", "checkpoint_name", "collections", "dataclasses", "functools", "grid", "lookup", "nn", "np",
+    "parametrized", "quantized", "random", "run_chain", "torch", "types",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -314,6 +317,50 @@ class Partly(torch.autograd.Function):
             parts += [] if total is None else [total]
             grads.append(sum(parts) if parts and ctx.needs_input_grad[at] else None)
         return tuple(grads)
+
+
+class Accumulates(torch.autograd.Function):
+    """Calls a function without a graph, and again in its backward, which goes backward inside: gradients of
+    weights are accumulated there."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:  # pyright: ignore
+        ctx.fn = fn
+        ctx.save_for_backward(x)
+        return fn(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.fn(x)
+        torch.autograd.backward(out, cotangents[0])
+        return None, x.grad
+
+
+class Reversible(torch.autograd.Function):
+    """A reversible pair: its backward computes the inputs from the results, and goes backward inside."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Any, g: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
+        ctx.f, ctx.g = f, g
+        first = x + f(y)
+        second = y + g(first)
+        ctx.save_for_backward(first.detach(), second.detach())
+        return first, second
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        first, second = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            moved = ctx.g(first)
+        torch.autograd.backward(moved, cotangents[1])
+        down = cotangents[0] + first.grad
+        y = (second - moved).detach().requires_grad_()
+        with torch.enable_grad():
+            moved = ctx.f(y)
+        torch.autograd.backward(moved, down)
+        return None, None, down, cotangents[1] + y.grad
 
 
 class RawFill(torch.autograd.Function):

@@ -50,7 +50,7 @@ class Program:
         assert isinstance(function, ast.FunctionDef)
         own = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         own |= {arg.arg for n in ast.walk(function) if isinstance(n, ast.Lambda) for arg in n.args.args}
-        names = {"m": "self", "x": "a__", "y": "b__"} | {name: f"t__{name}" for name in own}
+        names = {name: f"t__{name}" for name in own} | {"m": "self", "x": "a__", "y": "b__"}
         for node in ast.walk(function):
             if isinstance(node, ast.Name):
                 node.id = names.get(node.id, node.id)

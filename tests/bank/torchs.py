@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.bank.library import Attribute, Dirty, Old, Partly, RawFill, lookup
+from tests.bank.library import Accumulates, Attribute, Dirty, Old, Partly, RawFill, Reversible, lookup
 from tests.bank.program import program
 
 
@@ -278,3 +278,19 @@ def sparse_values_shared(m, x, y):
     t2 = torch.sparse_coo_tensor(torch.arange(4).repeat(2, 1), t, (4, 4))
     t.mul_(2)
     return torch.sparse.mm(t2, x.t()).t().contiguous()
+
+
+@program("INNER", "inner functions")
+def layer_that_accumulates_in_its_backward(m, x, y):
+    return Accumulates.apply(m.mlp, x) * y
+
+
+@program("INNER", "inner functions")
+def tiles_that_accumulate(m, x, y):
+    return torch.cat([Accumulates.apply(lambda t: (t @ m.w).sin(), part) for part in x.chunk(2)])
+
+
+@program("INNER", "inner functions")
+def reversible_pair(m, x, y):
+    first, second = Reversible.apply(m.mlp, torch.tanh, x, y.sin())
+    return first * second.cos()

@@ -170,7 +170,7 @@ def indented(lines: Any) -> list[str]:
 
 KINDS = (
     "PURE", "FUNCTIONS", "WRITES", "BUFFERS", "RANDOM", "COMMON", "NESTED", "LEVELS", "OLD", "MEMORY",
-    "STATE", "EAGER", "PYTHON", "OPEN", "REFUSED",
+    "STATE", "EAGER", "PYTHON", "OPEN", "REFUSED", "OBJECTS", "GENERATORS", "INNER",
 )  # fmt: skip
 WORDS = {kind: [p.statement() for p in BANK.values() if p.kind == kind] for kind in KINDS}
 # Kinds of words, and how often each is drawn: by flavour, and by what its ways of calling can run.
@@ -198,6 +198,18 @@ CHANCES = {
     "compile func": {"PURE": 50, "WRITES": 18, "COMMON": 12, "NESTED": 5},
     "compile random": {"PURE": 40, "WRITES": 16, "RANDOM": 20, "BUFFERS": 6, "COMMON": 8},
 }
+# What words are exchanged for afterwards, by what the program can be made of.
+LATER = {
+    "eager": ("OBJECTS", "OBJECTS", "GENERATORS", "INNER"),
+    "open": ("OBJECTS", "OBJECTS", "GENERATORS", "INNER"),
+    "batched": ("OBJECTS",),
+    "traced": ("OBJECTS",),
+    "func": ("OBJECTS",),
+    "func plain": ("OBJECTS", "GENERATORS"),
+    "compile": (),
+    "compile func": (),
+    "compile random": (),
+}
 # What transforms inside a program can run, and what they cannot if they batch.
 INSIDE = ("PURE", "PURE", "FUNCTIONS", "WRITES", "COMMON", "RANDOM", "LEVELS")
 UNBATCHED = ("RANDOM", "LEVELS")
@@ -217,8 +229,11 @@ HOWS = {
 }  # fmt: skip
 # Ways of plain autograd, and those that batch a function; the others are levels of `torch.func`.
 PLAIN = {"backward", "double", "differences"}
+PLAIN_FUNC = PLAIN | {"forward_ad", "plain_over_grad", "plain_over_jvp"}
 BATCHING = {"vmap_grad", "hessian", "jacfwd", "third", "vmap_hessian", "vmap"}
 FLAGS = ("on0", "on1", "on2")
+# From this number on programs have what `Drawing.more` draws; those before are as they were.
+MORE = 2_000_000
 
 
 class Drawing:
@@ -242,6 +257,36 @@ class Drawing:
         if self.policies == ["nothing"] and flavour != "compile":
             for step in self.steps:
                 step |= {"bytes": True} if step["how"] in ("backward", "twice", "double") else {}
+
+    def more(self, program: Program) -> Program:
+        """The program with what is drawn by dice of its own, after all else: memory formats, what is around a
+        step, weights that hooks fetch, hooks that count, and words of other kinds."""
+        dice = random.Random(f"more {self.flavour}{program.seed}")
+        for step in program.steps:
+            if dice.random() < 0.25:
+                step["layout"] = dice.choices(("transposed", "strided", "expanded"), (4, 4, 1))[0]
+            if self.flavour == "func" and dice.random() < 0.15:
+                step["around"] = "mode" if step["how"] in PLAIN_FUNC else dice.choice(("mode", "inference"))
+            elif self.flavour == "eager" and dice.random() < 0.2:
+                step["around"] = dice.choice(("mode", "mode forward", "clones", "clones back"))
+            elif self.flavour == "eager" and dice.random() < 0.1 and step["how"] == "backward":
+                step["how"] = dice.choice(("counted", "cloned", "on_cpu"))
+                step.pop("bytes", None)
+        later = LATER[self.scene({step["how"] for step in program.steps})]
+        words = [s for body, at in program.statements() for s in (body[at],) if s.kind == "word"]
+        if later and words and dice.random() < 0.3:
+            if "torch.func" in program.source() or any(step["how"] == "batched" for step in program.steps):
+                later = [kind for kind in later if kind != "INNER"]
+            for statement in dice.sample(words, min(len(words), dice.choice((1, 1, 2)))):
+                statement.word = dice.choice(WORDS[dice.choice(later)])
+        source = program.source()
+        # To give a tensor other data under a level of torch.func ends the process, without regions, too.
+        alone = "self.tied" not in source and "torch.func" not in source
+        if self.flavour == "eager" and "self.lin(" in source and alone:
+            for step in program.steps:
+                if dice.random() < 0.3 and step["how"] != "update":
+                    step["fetched"] = True
+        return program
 
     def scene(self, hows: set[str]) -> str:
         """What the program can be made of, by the ways in which it is called."""
@@ -346,4 +391,6 @@ class Drawing:
 
 def draw(seed: int, flavour: str) -> Program:
     """The program of this number."""
-    return Drawing(seed, flavour).program(seed)
+    drawing = Drawing(seed, flavour)
+    program = drawing.program(seed)
+    return drawing.more(program) if seed >= MORE else program

@@ -11,10 +11,10 @@ import torch
 
 from tests.bank import library
 from tests.fuzz.__main__ import MODES, one
-from tests.fuzz.program import draw
+from tests.fuzz.program import MORE, draw
 from tests.fuzz.run import check
 from tests.fuzz.shrink import save, shrink
-from tests.ways import Verdict
+from tests.ways import AROUND, AROUND_FORWARD, Verdict, fetched
 
 OUT = Path("out/fuzz")
 # Of the quick suite and of the slow one, in tests of so many programs.
@@ -57,6 +57,30 @@ def test_programs_are_as_without_remat(mode: str, first: int, last: int) -> None
 @pytest.mark.parametrize(("mode", "first", "last"), ranges(SLOW, 20_000))
 def test_more_programs_are_as_without_remat(mode: str, first: int, last: int) -> None:
     passes(mode, range(first, last))
+
+
+def test_programs_have_memory_formats_modes_hooks_and_objects() -> None:
+    drawn = [draw(seed, flavour) for flavour in ("eager", "func") for seed in range(MORE, MORE + 400)]
+    steps = [step for program in drawn for step in program.steps]
+    assert {step.get("layout") for step in steps} >= {"transposed", "strided", "expanded"}
+    assert {step.get("around") for step in steps} >= {*AROUND, *AROUND_FORWARD}
+    assert {step["how"] for step in steps} >= {"counted", "cloned", "on_cpu"}
+    assert any(step.get("fetched") for step in steps)
+    source = "".join(program.source() for program in drawn)
+    for word in ("Accumulates", "Reversible", "irreps", "Lazy", "self.tree", "manual_seed", "Config("):
+        assert word in source
+    assert not any("layout" in step for step in draw(7, "eager").steps)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_weight_that_hooks_fetch_is_there_for_its_backward_alone() -> None:
+    layer, x = torch.nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).sin().sum(), [x, *layer.parameters()])
+    with fetched(layer):
+        out = layer(x).sin().sum()
+        assert layer.weight.eq(7).all()
+        found = torch.autograd.grad(out, [x, *layer.parameters()])
+    assert all(map(torch.equal, found, expected)) and not layer.weight.eq(7).any()
 
 
 @pytest.mark.slow
