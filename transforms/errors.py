@@ -40,6 +40,8 @@ class WrongValue(RematError, ValueError):
 # In a checkout transforms/ is reached through a link, so that it has two spellings.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(_HERE), os.path.realpath(_HERE))
+# What `remat sweep` trains: its ops are shown as those of a user's model are.
+_MODELS = os.path.join(os.path.dirname(_HERE), "cli", "models", "")
 
 
 def user_place() -> str | None:
@@ -60,7 +62,7 @@ def user_line() -> str:
 def is_user_frame(frame: Any) -> bool:
     """Whether a stack frame runs code of neither torch nor this library."""
     name = frame.f_code.co_filename
-    return not name.startswith(_HIDDEN) and not name.startswith("<")
+    return name.startswith(_MODELS) or not name.startswith(_HIDDEN + ("<",))
 
 
 def written(reader: str, tensor: Any, path: str | None = None, place: str = "region") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from remat._core import warn_user
 from remat.interop._checkpoint import CheckpointFunction
 from remat.policies import policy_given, save_nothing
 from remat.transforms import RematError
@@ -15,8 +16,8 @@ __all__ = ["UnsupportedModel", "enable"]
 def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
     """Turn on a `PreTrainedModel`'s gradient checkpointing, with this library behind it.
 
-    Works under `torch.func` too. Where `Trainer` is used leave its argument `gradient_checkpointing` False:
-    True would put torch's function back.
+    Works under `torch.func` too. `TrainingArguments(gradient_checkpointing=True)` leaves the policy in place,
+    with a warning: turning the model's checkpointing on again would put torch's function back.
 
     Args:
         model: a transformers model; adapters (PEFT) on it are fine.
@@ -36,6 +37,8 @@ def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
         >>> huggingface.enable(model, policy=save_matmuls).train()  # doctest: +SKIP
     """
     run = CheckpointFunction(policy_given(policy), options)
+    for module in model.modules():
+        vars(module).pop(_SWITCH, None)
     _switch_on(model)
     layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
     if not layers:
@@ -44,7 +47,35 @@ def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
         )
     for layer in layers:
         layer._gradient_checkpointing_func = run
+    for module in model.modules():
+        if hasattr(type(module), _SWITCH):
+            setattr(module, _SWITCH, _Switch(module, run))
     return model
+
+
+# What all of transformers' methods that turn checkpointing on and off end with.
+_SWITCH = "_set_gradient_checkpointing"
+
+
+class _Switch:
+    """A model's own switch, but that a policy stays when checkpointing is turned on once more."""
+
+    def __init__(self, model: Any, run: CheckpointFunction) -> None:
+        self.model, self.run = model, run
+
+    def __call__(self, enable: bool = True, gradient_checkpointing_func: Any = None, **options: Any) -> None:
+        run = gradient_checkpointing_func
+        if enable and not isinstance(run, CheckpointFunction):
+            warn_user(
+                f"{type(self.model).__name__} has regions already: policy={self.run.policy!r} stays, and "
+                "torch's checkpoint is not put in its place. Leave gradient_checkpointing=False, or call "
+                "model.gradient_checkpointing_disable() first."
+            )
+            run = self.run
+        if not enable:
+            vars(self.model).pop(_SWITCH, None)
+        given = {} if run is None else {"gradient_checkpointing_func": run}
+        getattr(type(self.model), _SWITCH)(self.model, enable=enable, **given, **options)
 
 
 class UnsupportedModel(RematError, TypeError):

@@ -7,7 +7,7 @@ from typing import Any
 from remat._core import parse_bytes, warn_user
 from remat.plan.graph import Graph
 from remat.plan.solve import Problem, keep_all, least
-from remat.transforms import RematError
+from remat.transforms import BoundedCache, RematError, user_place
 
 
 def check_budget(budget: Any) -> float | int | str:
@@ -89,10 +89,21 @@ def resolve(budget: float | int | str, graph: Graph, problem: Problem) -> int:
     wanted = int(budget * default)
     if wanted < floor:
         if budget > 0:
-            share = floor / max(default, 1)
-            warn_user(
-                f"A budget of {budget:.3g} is below the least this region can keep, {floor:,} bytes "
-                f"({share:.3g} of what it keeps without remat): planning for that."
-            )
+            warn_below_least(budget, floor, default, "this region")
         return floor
     return wanted
+
+
+def warn_below_least(budget: float, floor: int, default: int, what: str) -> None:
+    """Say that a share cannot be met, once for a line of the user's: a loop may call ten such blocks."""
+    said = budget, user_place()
+    if said not in _below_least:
+        _below_least[said] = None
+        warn_user(
+            f"A budget of {budget:.3g} is below the least {what} can keep, {floor:,} bytes "
+            f"({floor / max(default, 1):.3g} of what is kept without a plan): planning for that. "
+            "(Said once for this line.)"
+        )
+
+
+_below_least: BoundedCache[tuple[float, str | None], None] = BoundedCache(4096)

@@ -11,7 +11,7 @@ from typing import Any, overload
 import torch
 
 from remat._core import joined_keywords, keywords_apart
-from remat.plan.budget import check_budget, check_peak
+from remat.plan.budget import check_budget, check_peak, warn_below_least
 from remat.plan.calls import Regions, graph_of, looking
 from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
@@ -304,9 +304,11 @@ def _bytes(budget: float | int | str, problem: Problem, default: int) -> int:
     everything = keep_all(problem)
     floor = least(problem).bytes
     assert isinstance(budget, float)
-    return max(
-        floor, int(budget * default) if budget < 1 or everything is None else max(default, everything.bytes)
-    )
+    if budget == 1 and everything is not None:
+        return int(max(floor, default, everything.bytes))
+    if 0 < budget and int(budget * default) < floor:
+        warn_below_least(budget, int(floor), default, "these regions")
+    return max(int(floor), int(budget * default))
 
 
 def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, Graph]]:

@@ -30,7 +30,7 @@ class Point:
         planner: "remat", "bound" (a corner of the proven bound), the name of a policy, or "torch dp" etc.
         budget: the share asked for, None where the plan has none.
         kept_bytes: bytes kept.
-        share: of what eager autograd keeps without remat.
+        share: of what is kept without a plan.
         recomputed_flops: FLOPs run again.
         replay_share: those as a share of forward and backward.
         cost: modelled price.
@@ -58,7 +58,7 @@ class Frontier:
     Attributes:
         name: of the region.
         unit: of prices, "FLOP" or "s".
-        default_bytes: bytes that eager autograd keeps without remat.
+        default_bytes: bytes that the function keeps without a plan; regions that it has already stay.
         points: one for each plan; `of(planner)` gives those of one planner.
 
     Example:
@@ -105,7 +105,7 @@ class Frontier:
         figure.savefig(path, dpi=150)
 
     def __str__(self) -> str:
-        head = f"{self.name}: {format_bytes(self.default_bytes)} kept without remat; cost in {self.unit}"
+        head = f"{self.name}: {format_bytes(self.default_bytes)} kept without a plan; cost in {self.unit}"
         wide = max([24, *(len(p.planner) + 1 for p in self.points)])
         timed = any(p.seconds is not None for p in self.points)
         rows = [f"{'planner':<{wide}}{'kept':>12}{'share':>9}{'replay':>9}{'cost':>12}{'gap':>9}"]
@@ -142,7 +142,7 @@ def pareto(
         fn: the region; traced on fake tensors, nothing is computed without `measure`.
         args, keywords: its arguments.
         cost, device: as for `BudgetPolicy`.
-        points: number of budgets, evenly spaced from the least bytes to those kept without remat.
+        points: number of budgets, evenly spaced from the least bytes to those kept without a plan.
         torch_solvers: which of torch's solvers to ask; torch plans functional graphs only.
         measure: run forward and backward under every plan and every built-in policy, in turns, and mark the
             points that another one refutes. An int is the number of turns; True means 10. The function's

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.func import functional_call, grad, vmap
@@ -86,6 +89,44 @@ def test_transformers_under_torch_func():
         for m in (model, plain)
     )
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    "turn_on", ["activation_checkpointing_enable", "gradient_checkpointing_enable", "Trainer"]
+)
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_checkpointing_that_is_turned_on_again_leaves_the_policy(turn_on, copied, tmp_path):
+    """It put torch's function back without a word: the layers kept less, and ran their products again."""
+    transformers = pytest.importorskip("transformers")
+    from remat.interop import CheckpointFunction, huggingface
+
+    model = huggingface.enable(causal_lm("llama"), save_matmuls)
+    if copied:
+        model = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    kept = step(model)[2]
+    if turn_on == "Trainer":
+        pytest.importorskip("accelerate")
+    elif not hasattr(model, turn_on):
+        pytest.skip("another transformers")
+    with pytest.warns(UserWarning, match="policy=save_matmuls stays"):
+        if turn_on == "Trainer":
+            given = transformers.TrainingArguments(
+                output_dir=str(tmp_path), max_steps=1, gradient_checkpointing=True, use_cpu=True,
+                report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+            )  # fmt: skip
+            rows = [{"input_ids": row, "labels": row} for row in TOKENS]
+            transformers.Trainer(model=model, args=given, train_dataset=rows).train()
+        else:
+            getattr(model, turn_on)()
+    assert step(model)[2] == kept
+    model.gradient_checkpointing_disable()
+    assert step(model)[2] > kept
+    model.gradient_checkpointing_enable()
+    layers = [m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")]
+    assert not any(isinstance(m._gradient_checkpointing_func, CheckpointFunction) for m in layers)
+    huggingface.enable(model, save_nothing)
+    assert step(model)[2] < kept
 
 
 def test_transformers_models_that_cannot():

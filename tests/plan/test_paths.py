@@ -351,3 +351,32 @@ def test_layers_of_one_code_that_cannot_be_looked_at_each_learn_their_plan():
     for fn in layers:
         (plan,) = BUDGET.bind(fn, (X,), {}).plans  # pyright: ignore[reportAttributeAccessIssue]
         assert plan.saved
+
+
+@pytest.mark.parametrize("share", [0.001, 0.0125])
+def test_a_share_that_no_plan_of_a_model_can_meet_warns(share):
+    block = remat(lambda x: torch.sin(x @ W).exp(), policy=checkpoint_policy(budget=0.5))
+    with pytest.warns(UserWarning, match="below the least these regions can keep"):
+        plan_model(lambda x: block(block(x)).sum(), X, budget=share)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_model(lambda x: block(block(x)).sum(), X, budget=0.0)
+        plan_model(lambda x: block(block(x)).sum(), X, budget=0.9)
+
+
+def test_ten_blocks_of_one_budget_warn_once():
+    blocks = [
+        remat(lambda x, k=k: torch.sin(x @ W).exp() * k, policy=checkpoint_policy(budget=0.002))
+        for k in range(1, 11)
+    ]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for x, block in zip([torch.randn(n, 4, dtype=W.dtype) for n in range(1, 11)], blocks, strict=True):
+            block(x)
+    assert len(said) == 1
+
+
+def test_a_frontier_of_regions_is_not_said_to_be_without_remat():
+    block = remat(lambda x: torch.sin(x @ W).exp())
+    said = str(pareto(lambda x: block(block(x)).sum(), X, points=2, torch_solvers=()))
+    assert "kept without a plan" in said and "without remat" not in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 import torch.nn.functional as F
 
 import remat.cli.rows as cli_rows
+from remat import explain
 from remat.cli.bench import Result
 from remat.cli.commands.env import Env, machine
-from remat.cli.commands.report import table
+from remat.cli.commands.report import progress, table
 from remat.cli.commands.sweep import Sweep
 from remat.cli.errors import UsageError
 from remat.cli.main import COMMANDS, main
@@ -350,3 +352,68 @@ def test_figures_are_not_cut_in_a_narrow_terminal(monkeypatch, capsys):
     assert main(["compare", "torch:sin", "--input", "4x4"]) == 0
     shown = capsys.readouterr().out
     assert "…" not in shown and "save_matmuls | save_attention" in shown
+
+
+NET = """
+import torch
+from torch import nn
+from remat import remat
+blocks = [remat(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))) for _ in range(2)]
+def net(x):
+    for block in blocks:
+        x = x + block(x)
+    return x
+"""
+
+
+@pytest.mark.parametrize("policy", ["save_matmuls", "budget=0.5", "names=q"])
+@pytest.mark.filterwarnings("ignore:.*names")
+def test_the_page_of_one_policy_has_a_slider(tmp_path, monkeypatch, capsys, policy):
+    (tmp_path / "sliding_net.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    line = ["explain", "sliding_net:net", "--input", "8x32", "--policy", policy]
+    assert main([*line, "--html", "page.html"]) == 0
+    page = (tmp_path / "page.html").read_text()
+    labels = re.findall(r'"label": ?"([^"]*)"', page)
+    assert "save_nothing" in labels and "save_everything" in labels and "as it is" not in labels
+    assert main([*line, "--html", "one.html", "--no-frontier"]) == 0
+    assert "save_everything" not in re.findall(r'"label": ?"([^"]*)"', (tmp_path / "one.html").read_text())
+    capsys.readouterr()
+
+
+def test_progress_is_seen_in_a_pipe(capsys):
+    with progress(quiet=False) as advance:
+        for _ in range(20):
+            advance(0.05)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "training under each policy: 0 %" and said[-1] == "training under each policy: 100 %"
+    assert len(said) == 11
+    with progress(quiet=True) as advance:
+        advance(1.0)
+    assert not capsys.readouterr().err
+
+
+def test_ops_of_a_built_in_model_have_lines():
+    model = build("gpt", SIZES, torch.float32, torch.device("cpu"))
+    tokens = next(batches(2, SIZES.seq))
+    found = explain(lambda params: model.loss(params, tokens, lambda fn: fn), model.params)
+    kept = [residual for residual in found.kept if residual.op is not None]
+    assert kept and all(residual.location is not None for residual in kept)
+    assert any("transformer.py:" in str(residual.location) for residual in kept)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("init nope", "knows no config type 'nope'"),
+        ("init lama", "Write llama, or the path of a config.json"),
+        ("plan hf:lama-3-8b --peak 80GB", "Did you mean hf:llama-3-8b?"),
+        ("plan hf:nope --peak 80GB", "write one of llama-3-8b"),
+        ("plan hf:{folder} --peak 80GB", "the config names no model_type"),
+    ],
+)
+def test_a_config_that_is_none_is_told_so(tmp_path, capsys, line, said):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text("{}")
+    assert main(line.format(folder=tmp_path).split()) == 2
+    assert said.lower() in capsys.readouterr().err.lower()

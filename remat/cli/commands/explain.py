@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from remat._inspect.report import compare, explain
+from remat._inspect.report import compare, explain, frontier_of
 from remat.cli.checked import writable
 from remat.cli.errors import UsageError
 from remat.cli.options import StepOptions
@@ -42,7 +42,10 @@ class Explain(StepOptions):
             found = explain(fn, *args, frontier=self.frontier and self.html is not None, kwargs={})
             return show(found, self.json, self.html)
         comparison = compare(fn, *args, policies=policies, kwargs={})
-        show(comparison.rows[0][1], self.json)
-        if self.html:
-            comparison.save(self.html)
+        (policy, found), *_ = comparison.rows
+        show(found, self.json)
+        if self.html is not None:
+            others = frontier_of(fn, args, {}, self.frontier)
+            rows = [(other, replace(found, now=now, notes=())) for other, now in others if other != policy]
+            replace(comparison, rows=(*comparison.rows, *rows)).save(self.html)
         return 0

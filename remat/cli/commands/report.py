@@ -61,9 +61,27 @@ def progress(quiet: bool) -> Iterator[Callable[[float], None]]:
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+    if not (quiet or console.is_terminal):
+        # In a pipe or a log a line for every tenth of the work.
+        yield _Lines(console).advance
+        return
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task("training under each policy", total=1.0)
         yield lambda share: bar.advance(task, share)
+
+
+class _Lines:
+    """Progress as lines."""
+
+    def __init__(self, console: Any) -> None:
+        self.console, self.share, self.said = console, 0.0, -1
+
+    def advance(self, share: float) -> None:
+        self.share += share
+        tenth = int(10 * self.share + 1e-6)
+        if tenth > self.said:
+            self.said = tenth
+            self.console.print(f"training under each policy: {10 * tenth} %", highlight=False)
 
 
 def show(facts: dict[str, Any], options: dict[str, Any], results: list[Result], out: Path) -> None:

@@ -64,15 +64,21 @@ def transformers_for(given: str) -> Any:
 def config_of(name: str, sizes: Sizes, given: str) -> Any:
     """The config of a type, at these sizes; `given` is what the user wrote."""
     transformers = transformers_for(given)
+    if name not in transformers.CONFIG_MAPPING:
+        near = difflib.get_close_matches(name, transformers.CONFIG_MAPPING, n=1) or ("gpt2", "llama")
+        file = "" if "hf:" in given else ", or the path of a config.json"
+        raise UsageError(
+            f"{given}: transformers {transformers.__version__} knows no config type {name!r}. Write "
+            f"{_spelled(given, *near)}{file}."
+        )
     try:
         return transformers.AutoConfig.for_model(name, **settings(sizes))
-    except Exception as unknown:
-        near = difflib.get_close_matches(name, transformers.CONFIG_MAPPING, n=1)
-        known = _spelled(given, *(near if near != [name] else ()) or ("gpt2", "llama"))
+    except Exception as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(".")
         raise UsageError(
-            f"{given}: transformers {transformers.__version__} makes no config of that name at these "
-            f"sizes; write {known}"
-        ) from unknown
+            f"{given}: its config cannot be made at these sizes: {why}. Write "
+            f"{_spelled(given, 'gpt2', 'llama')}."
+        ) from error
 
 
 def module_of(config: Any, given: str, **options: Any) -> Any:

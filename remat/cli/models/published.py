@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 from pathlib import Path
@@ -123,10 +124,15 @@ def _config(transformers: Any, name: str) -> tuple[Any, Any]:
     else:
         kind, model_type, fields = "", name, {}
     known = transformers.CONFIG_MAPPING
+    if model_type not in known and path.exists():
+        said = f"the type {model_type!r}, which transformers does not know" if model_type else "no model_type"
+        raise UsageError(f"hf:{name}: the config names {said}. Write one with a model_type, such as llama.")
     if model_type not in known:
+        near = difflib.get_close_matches(name, (*PUBLISHED, UNET, *known), n=1)
+        meant = f"Did you mean hf:{near[0]}? " if near else ""
         raise UsageError(
-            f"hf:{name} is no published model known here, no file, and no type of config. Write one of "
-            f"{', '.join((*PUBLISHED, UNET))}, a path to a config.json, or a type such as llama."
+            f"hf:{name} is no published model known here, no file, and no type of config. {meant}Write "
+            f"one of {', '.join((*PUBLISHED, UNET))}, a path to a config.json, or a type such as llama."
         )
     if hasattr(transformers, kind):
         return getattr(transformers, kind), known[model_type](**fields)

@@ -54,7 +54,7 @@ class Plan(Policy):
         kept: everything kept, the region's inputs included.
         budget: bytes allowed.
         kept_bytes: bytes kept.
-        default_bytes: bytes that eager autograd would keep without remat.
+        default_bytes: bytes that would be kept without a plan; regions inside stay as they are.
         recomputed_flops: FLOPs run again in the backward.
         step_flops: FLOPs of forward and backward without remat.
         cost: modelled price of the recomputation, in `unit` ("FLOP" or "s").
