@@ -20,6 +20,11 @@ from remat._core.keywords import (
     joined_keywords,  # all keywords of a function, those in `kwargs=` included
     keywords_apart,  # refuse options that may be meant for the function looked at
 )
+from remat._core.meter import (
+    Mark,  # what a step calls where its forward ends
+    Memory,  # bytes of one step
+    trace_memory,  # run a step once and follow its allocations
+)
 from remat._core.opinfo import (
     Call,  # the torch function the user called, above functorch
     Decision,  # what becomes of an op's outputs between forward and backward

@@ -35,6 +35,7 @@ def fit(
     cost: str | CostModel = "roofline",
     device: Any = None,
     shards: int = 1,
+    measure: bool = False,
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Fit:
@@ -60,6 +61,9 @@ def fit(
         cost, device: as for `checkpoint_policy(budget=...)`.
         shards: devices over which weights, gradients and the optimizer's state are sharded, as FSDP does.
             Each has its part of them, and whole the weights of two blocks and of what is outside of blocks.
+        measure: whether two real steps may be run where the model needs data (`.item()`, `nonzero`, branches
+            on values). The plan is then made from what they did. Tensors, gradients, random streams and
+            attributes of modules are put back; other effects of the model's Python happen.
         kwargs: keywords of the model that are named like options here.
 
     Returns:
@@ -81,7 +85,7 @@ def fit(
     limit = _limit(peak, headroom, (model, args, given), device)
     held = held_by(model, (args, given), optimizer, shards)
     _check_held(held, limit)
-    step = ModelStep(model, args, given, loss, device, held.gradients > 0, shards)
+    step = ModelStep(model, args, given, loss, device, held.gradients > 0, shards, measure)
     ways = _ways(step, layers, limit - held.bytes, cost_model(cost, device), ready_policies(policies))
     fits = [way for way in ways if way.chosen is not None]
     if not fits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 
 from remat import nn
+from remat._core import Mark, trace_memory
 from remat._fit.policy import Fitted, Made
+from remat._inspect import looked_at
 from remat.plan import (
     READY,
     BudgetPolicy,
@@ -24,10 +27,12 @@ from remat.plan import (
     Portfolio,
     WholeStep,
     plans_by_budget,
+    ran_step_of,
     step_of,
 )
 from remat.policies import Policy, policy_given, save_nothing
 from remat.transforms import RematError, tree_leaves
+from remat.transforms.joint import NotOnFakes
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class ModelStep:
     """A training step: what is called, with what, and what of its result is differentiated.
 
     Attributes:
+        measure: whether it may be run with data, where it does not run without.
+        ran: whether it was.
         drew: whether each run drew numbers of Python's random.
     """
 
@@ -45,6 +52,8 @@ class ModelStep:
     device: Any
     accumulating: bool
     shards: int
+    measure: bool = False
+    ran: list[bool] = field(default_factory=list)
     drew: list[bool] = field(default_factory=list)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,6 +69,30 @@ class ModelStep:
         rest = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t is not found]
         return found, [t.detach() for t in rest]
 
+    def measured(self) -> int:
+        """The most bytes that a step allocates over what lives before: after one that fills caches."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+        def step(mark: Mark) -> Any:
+            out = self(*self.args, **self.kwargs)
+            mark()
+            active = [t for t in tree_leaves(out) if _has_gradient(t)]
+            torch.autograd.backward(active, [torch.ones_like(t) for t in active])
+            return out
+
+        device = parameters[0].device if parameters else torch.device("cpu")
+        with looked_at(self.model, self.args, self.kwargs, ops=False), torch.enable_grad():
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter) if self.accumulating else None
+            step(lambda: None)
+            if not self.accumulating:
+                for parameter in parameters:
+                    parameter.grad = None
+            peak = trace_memory(step, device).peak
+            for parameter in parameters:
+                parameter.grad = None
+        return peak
+
     @property
     def function(self) -> Callable[..., Any]:
         """The step as a function that is named as the model is."""
@@ -71,16 +104,30 @@ class ModelStep:
         return step
 
     def planned(self) -> WholeStep:
-        """The step without data, its regions left out."""
-        return step_of(
-            self.function,
-            self.args,
-            self.kwargs,
-            wanted=plans_by_budget,
-            device=self.device,
-            accumulating=self.accumulating,
-            shards=self.shards,
-        )
+        """The step without data, its regions left out; with data where it needs them, and may be run.
+
+        Raises:
+            NotOnFakes: it needs data.
+        """
+        options: dict[str, Any] = {
+            "wanted": plans_by_budget,
+            "device": self.device,
+            "accumulating": self.accumulating,
+            "shards": self.shards,
+        }
+        if not self.ran:
+            try:
+                return step_of(self.function, self.args, self.kwargs, **options)
+            except NotOnFakes as error:
+                if not self.measure:
+                    raise NotOnFakes(f"{_first(error)} {_MEASURE}") from error
+        found: list[WholeStep] = []
+        for turn in (1, 2):
+            # The first one may fill caches; what they do may depend on what is drawn.
+            print(f"remat.fit: step {turn} of 2 runs with data", file=sys.stderr, flush=True)
+            found.append(ran_step_of(self.function, self.args, self.kwargs, **options))
+        self.ran.append(True)
+        return max(found, key=lambda step: sum(graph.kept_by_default for graph in step.graphs))
 
 
 class Way:
@@ -113,6 +160,12 @@ class Way:
 
     def notes(self) -> Iterator[str]:
         """What is to be said of the plan."""
+        if self.step.ran:
+            yield (
+                "Two real steps were run, as the model needs data: hooks and other effects of its Python "
+                "happened. Tensors, gradients, random streams and attributes of modules were put back. Steps "
+                "that run other ops may have other peaks."
+            )
         if idle := len(self.modules) - len(set(self.called) & set(self.modules)):
             yield (
                 f"{idle} of {len(self.modules)} blocks did not run in this step: the plan is of the one path "
@@ -228,6 +281,18 @@ def _check_loss(found: Any, out: Any) -> None:
             f"remat.fit: loss gave {kind}, so nothing in the step would be differentiated. Let it return a "
             "tensor that is computed from the model's result, such as lambda out: out.square().mean()."
         )
+
+
+_MEASURE = (
+    "Write remat.fit(..., measure=True): two real steps are run, and planned from what they did; parameters, "
+    "buffers, gradients, random streams and attributes of modules are put back. Or name blocks that run on "
+    "shapes alone (layers=...), or give custom ops a fake kernel (torch.library.register_fake)."
+)
+
+
+def _first(error: Exception) -> str:
+    """What does not run on fakes, without the advice for regions."""
+    return str(error).partition(" A plan needs shapes only.")[0]
 
 
 def _has_gradient(leaf: Any) -> bool:

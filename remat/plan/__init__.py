@@ -31,6 +31,7 @@ from remat.plan.policy import BudgetPolicy as BudgetPolicy
 from remat.plan.policy import budget_policy as budget_policy
 from remat.plan.solve import complete as complete
 from remat.plan.step import WholeStep as WholeStep
+from remat.plan.step import ran_step_of as ran_step_of
 from remat.plan.step import step_of as step_of
 
 __all__ = [

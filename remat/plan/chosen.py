@@ -82,6 +82,8 @@ class Portfolio:
         """What carries a choice out: a ready policy, a plan, or None where there is to be no region."""
         if isinstance(choice, Ready):
             return self.policies[choice.name]
+        if self.step.ran and (choice.saved or choice.cost):
+            return save_nothing
         if not choice.saved and choice.cost == 0:
             return None
         return plan_of(graph, self.model, choice, region)

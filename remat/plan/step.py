@@ -13,13 +13,14 @@ from functools import cached_property
 from typing import Any
 
 from remat._core import format_bytes
-from remat.plan.calls import Regions, looked
+from remat._inspect import looked_at
+from remat.plan.calls import Met, RanRegions, Regions, looked
 from remat.plan.chain import Choice, Measure, Stage
 from remat.plan.graph import CostModel, Graph, workspace
 from remat.plan.peak import added_up, gradients_left, held_throughout, node_ends
 from remat.policies import Policy
 from remat.transforms import RematError
-from remat.transforms.joint import Joint, planned_for, record
+from remat.transforms.joint import Joint, planned_for, record, record_run
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class WholeStep:
         accumulating: whether gradients are added to buffers that live before.
         shards: devices that share weights and gradients. A region's weights are whole while it runs, and
             those of the next one; those outside of regions always are.
+        ran: whether it ran with data. Then other calls may run other ops: plans by position are no choice.
     """
 
     names: tuple[str, ...]
@@ -60,6 +62,7 @@ class WholeStep:
     traced: int = 0
     accumulating: bool = False
     shards: int = 1
+    ran: bool = False
 
     @cached_property
     def places(self) -> tuple[Beside, ...]:
@@ -112,10 +115,11 @@ class WholeStep:
                 measure = self.measure(at, model)
                 key = "stage", model, self.accumulating or not first
                 stage = graph.solved.made(key, measure.stage)
+                planned = graph.joint.hooked and not self.ran
                 made[id(graph), first] = replace(
                     stage,
                     # Where Python runs again as a whole, what is kept beside is of no use.
-                    choices=(*more(measure), *stage.choices[: None if graph.joint.hooked else 1]),
+                    choices=(*more(measure), *(stage.choices if planned else stage.choices[:1])),
                     gradients=stage.gradients // self.shards if first else 0,
                 )
             stage = made[id(graph), first]
@@ -222,13 +226,38 @@ def step_of(
 
     with planned_for(device):
         outside = looked(recorded, fn, args, keywords)
-    if len(regions.found) != len(outside.holes):
+    return _whole(regions.found, outside, regions.traced, accumulating, shards)
+
+
+def ran_step_of(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    wanted: Callable[[Policy], bool],
+    device: Any = None,
+    accumulating: bool = False,
+    shards: int = 1,
+) -> WholeStep:
+    """The same from a step that runs, with data: its regions run again in the backward.
+
+    Tensors that `fn` and its arguments can reach, modules and random streams are put back.
+    """
+    regions = RanRegions(wanted)
+    with planned_for(device), looked_at(fn, args, kwargs, ops=False), regions.meeting():
+        outside, _ = record_run(fn, args, dict(kwargs))
+    return replace(_whole(regions.found, outside, len(regions.found), accumulating, shards), ran=True)
+
+
+def _whole(found: Sequence[Met], outside: Joint, traced: int, accumulating: bool, shards: int) -> WholeStep:
+    """A step of these regions, and of what is outside of them."""
+    if len(found) != len(outside.holes):
         raise RematError("The regions of this step are not all met outside of torch.func's transforms.")
     shared = _shared(outside)
     made: dict[Any, Graph] = {}
 
     def graph(at: int) -> Graph:
-        met, hole = regions.found[at].graph, outside.holes[at]
+        met, hole = found[at].graph, outside.holes[at]
         free = tuple([outside.values[v].storage in shared for v in hole.operands])
         if not any(free):
             return met
@@ -238,11 +267,11 @@ def step_of(
         return made[key]
 
     return WholeStep(
-        names=tuple(met.name for met in regions.found),
-        graphs=tuple(map(graph, range(len(regions.found)))),
-        owners=tuple(met.owner for met in regions.found),
+        names=tuple(met.name for met in found),
+        graphs=tuple(map(graph, range(len(found)))),
+        owners=tuple(met.owner for met in found),
         outside=outside,
-        traced=regions.traced,
+        traced=traced,
         accumulating=accumulating,
         shards=shards,
     )

@@ -406,3 +406,112 @@ def test_the_report_names_layers():
     assert set(done.layers) == set(done.applied)
     assert re.search(r"layers\.\d(-\d)?\.[01]: ", text) and "plan that keeps" not in text
     assert re.search(r"at the peak: the (forward|backward) of layers\.\d\.[01]", text)
+
+
+class Routed(nn.Module):
+    """Experts get the rows that a gate sends them: how many is data."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(32, 2), nn.ModuleList([FeedForward(), FeedForward()])
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros(2))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        flat = x.reshape(-1, 32)
+        gates = self.gate(flat).softmax(-1)
+        out, chosen = torch.zeros_like(flat), gates.argmax(-1)
+        for k, expert in enumerate(self.experts):
+            at = (chosen == k).nonzero()[:, 0]
+            self.count[k] += at.numel()
+            out = out.index_add(0, at, expert(flat[at]) * gates[at, k : k + 1])
+        return x + out.reshape(x.shape)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Branch(FeedForward):
+    """A branch on a value, and a number that is read."""
+
+    def forward(self, x):
+        y = self.net(F.dropout(x, 0.1))
+        return x + y / max(y.detach().abs().max().item(), 1e-3) if y.sum() > -1e9 else x
+
+
+class Branches(Loops):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Branch() for _ in range(3))
+
+
+class Unread(Loops):
+    """The blocks know no data; the loss around them does."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(OldConstant() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x[x.sum(-1) > 0].square().sum() / 10
+
+
+@pytest.mark.parametrize("kind", [Experts, Branches, Unread])
+def test_what_needs_data_is_planned_from_two_real_steps(kind, capfd):
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(4, 24, 32)
+    with pytest.raises(RematError, match=r"Write remat\.fit\(\.\.\., measure=True\)"):
+        remat.fit(model, x, peak="1GiB")
+    model.register_buffer("other", torch.zeros(1))
+    model(x).backward()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    grads = [p.grad for p in model.parameters()]
+    values = [torch.zeros(0) if g is None else g.clone() for g in grads]
+    attributes = [dict(m.__dict__) for m in model.modules()]
+    stream, python = torch.get_rng_state(), random.getstate()
+    report = remat.fit(model, x, peak="1TiB", measure=True)
+    assert "step 2 of 2" in capfd.readouterr().err and "Two real steps were run" in str(report)
+    assert torch.equal(stream, torch.get_rng_state()) and python == random.getstate()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(a.grad is b for a, b in zip(model.parameters(), grads, strict=True))
+    assert all(a is None or torch.equal(a, b) for a, b in zip(grads, values, strict=True))
+    for module, known in zip(model.modules(), attributes, strict=True):
+        assert module.__dict__.keys() == known.keys()
+        assert all(module.__dict__[name] == known[name] for name in known if name == "calls")
+    model.zero_grad(set_to_none=True)
+    check(model, x, measure=True, rel=0.03)
+
+
+def test_measure_runs_nothing_where_shapes_are_enough(capfd):
+    model, x = Pairs(), torch.randn(4, 24, 32)
+    report = remat.fit(model, x, peak="1GiB", measure=True)
+    assert not capfd.readouterr().err and "real steps" not in str(report)
+
+
+@pytest.mark.parametrize("kind", [Pairs, Twice, Memories])
+def test_a_report_measures_its_step(kind):
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(8, 64, 32)
+    plain = remat.fit(model, x, peak="1TiB").measure()
+    assert "(measured " in str(plain)
+    assert plain.measured_bytes == pytest.approx(plain.plain_bytes, rel=0.02)
+    done = remat.fit(model, x, peak=(plain.plain_bytes * 7 + plain.held.bytes * 3) // 10).measure()
+    assert done.applied and done.measured_bytes == pytest.approx(done.peak_bytes, rel=0.02)
+    assert all(p.grad is None for p in model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    more = remat.fit(model, x, peak="1TiB").measure()
+    assert more.measured_bytes == pytest.approx(more.plain_bytes, rel=0.02)
+    assert all(p.grad is not None and bool((p.grad == 1).all()) for p in model.parameters())

@@ -27,6 +27,10 @@ from remat.transforms.joint.ops import (
     Value,  # a tensor of the joint graph
     learned,  # the forward half of a joint graph, from the tape of a call that has run
 )
+from remat.transforms.joint.ran import (
+    Apart,  # a call that runs in the forward, and again in the backward, where its graph is recorded
+    record_run,  # the joint graph of `fn(*args, **kwargs)`, from a run on tensors with data
+)
 from remat.transforms.joint.stand_ins import (
     NotOnFakes,  # a function needs data, so that it cannot be looked at before it runs
     on_fakes,  # what `run(*args, **kwargs)` returns on fake tensors like those given

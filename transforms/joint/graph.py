@@ -53,7 +53,7 @@ class JointRecorder(TorchDispatchMode):
     supports_higher_order_operators = True
     plans = True
 
-    def __init__(self, stand_ins: StandIns) -> None:
+    def __init__(self, stand_ins: Any) -> None:
         super().__init__()
         self.stand_ins = stand_ins
         self.casts = autocasting()
@@ -67,6 +67,7 @@ class JointRecorder(TorchDispatchMode):
         self.in_forward = True
         self.held: tuple[int, ...] = ()
         self.there: set[int] = set()
+        self.found: dict[int, torch.Tensor] = {}
         self.holes: list[Any] = []
         self.last = ("", "")
         self._number: dict[int, int] = {}
@@ -152,7 +153,7 @@ class JointRecorder(TorchDispatchMode):
 
     def forget(self) -> None:
         """Let go of all tensors: nodes that no backward has passed hold this, by their hooks."""
-        self._kept, self.captured = [], {}
+        self._kept, self.captured, self.found = [], {}, {}
         self.lives.forget()
         self.stand_ins.forget()
 
@@ -256,13 +257,22 @@ def record(
     ):
         token = around.set(recorder)
         try:
-            run = _run_functional if functional else functools.partial(_run, backward=backward, hooks=hooks)
+            run = (
+                _run_functional
+                if functional
+                else functools.partial(differentiated, backward=backward, hooks=hooks)
+            )
             held = getattr(fn, "held", held)
             results = _trace(fn, args, kwargs or {}, recorder, run, held)
-            ends = recorder.lives.ends(len(recorder.storages), late=True, alive=len(recorder.ops))
+            made = graph_of_run(recorder, results, hooks)
         finally:
             around.reset(token)
             recorder.forget()
+    return made
+
+
+def graph_of_run(recorder: JointRecorder, results: tuple[int, ...], hooks: bool) -> Joint:
+    """What was recorded, as plain data."""
     return Joint(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
@@ -274,7 +284,7 @@ def record(
         holes=holes_of(recorder),
         hooked=hooks,
         held=recorder.held,
-        ends=ends,
+        ends=recorder.lives.ends(len(recorder.storages), late=True, alive=len(recorder.ops)),
     )
 
 
@@ -324,7 +334,7 @@ def _stand_in(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _run(
+def differentiated(
     fn: Callable[..., Any],
     args: Any,
     kwargs: Any,
@@ -332,8 +342,9 @@ def _run(
     inputs: list[torch.Tensor],
     backward: bool,
     hooks: bool,
+    cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
 ) -> tuple[int, ...]:
-    """Forward, then `backward` from fake cotangents; returns the numbers of the results."""
+    """Forward, then `backward` from `cotangents`, or from fake ones; returns the numbers of the results."""
     # By hooks where they are allowed: those of a recording around must not see what it saves.
     packing = torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack)
     with torch.enable_grad(), packing if hooks else contextlib.nullcontext():
@@ -347,11 +358,12 @@ def _run(
     leaves = {id(t): t for t in (*inputs, *recorder.captured.values())}
     wanted = [t for t in leaves.values() if t.requires_grad and t.is_leaf]
     if active and wanted:
-        tangents = [torch.empty_like(t) for t in active]
+        tangents = cotangents(active) if cotangents else [torch.empty_like(t) for t in active]
         recorder.ops = [op for op in recorder.ops if op.forward]
         for tangent in tangents:
             recorder.add(tangent, "tangent")
         found = torch.autograd.grad(active, wanted, tangents, allow_unused=True)
+        recorder.found = {id(t): g for t, g in zip(wanted, found, strict=True) if g is not None}
         graded = [(recorder.number(t), g) for t, g in zip(wanted, found, strict=True) if g is not None]
         recorder.differentiated = tuple(number for number, _ in graded)
         recorder.gradients = tuple(recorder.number(g) for _, g in graded)

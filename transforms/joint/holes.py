@@ -52,7 +52,7 @@ def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: b
 
     Without `hooks` none are set on saved tensors: torch.func inside `fn` refuses them.
     """
-    given = {id(t): k for k, t in enumerate(_tensors(args, kwargs))}
+    given = {id(t): k for k, t in enumerate(tensors_given(args, kwargs))}
     # What it saves is nothing to those who record around. An op's own result would hold on to the op that
     # holds it: a cycle that nothing collects.
     dropping = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), of_a_look(lambda t: t))
@@ -71,9 +71,9 @@ def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: b
 
 def left_out(shell: Shell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The results of a call that is left out of the graph around."""
-    given = _tensors(args, kwargs)
+    given = tensors_given(args, kwargs)
     fresh = [leaf for leaf in shell.leaves if isinstance(leaf, _Meta)]
-    hole = _Open(around.get(), given)
+    hole = Opened(around.get(), given)
     # Parameters inside give the results a gradient, too.
     anchor = torch.empty(0, requires_grad=any(leaf.grad for leaf in fresh))
     hole.begin(anchor)
@@ -85,12 +85,12 @@ def left_out(shell: Shell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return unflatten(leaves, shell.spec)
 
 
-def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+def tensors_given(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among arguments, each once."""
     return list({id(t): t for t in tree_leaves((args, kwargs)) if is_tensor(t)}.values())
 
 
-class _Open:
+class Opened:
     """A hole while the graph around is recorded; `recorder` is None where there is none."""
 
     def __init__(self, recorder: Any, given: list[torch.Tensor]) -> None:
@@ -120,7 +120,7 @@ def holes_of(recorder: Any) -> tuple[Hole, ...]:
 class _Left(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hole: _Open, fresh: list[_Meta], anchor: torch.Tensor, *operands: torch.Tensor
+        ctx: Any, hole: Opened, fresh: list[_Meta], anchor: torch.Tensor, *operands: torch.Tensor
     ) -> Any:
         made = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device=m.device) for m in fresh]
         ctx.mark_non_differentiable(*[t for t, m in zip(made, fresh, strict=True) if not m.grad])

@@ -1,0 +1,192 @@
+"""The joint graph of a function that runs, on tensors with data: for functions that look at it.
+
+Calls that the graph leaves out run as well: once in the forward, without a graph, and once more in the
+backward, where their own graph is recorded. So a step takes little more memory than one that recomputes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import is_hook_refusal, outside_all_modes
+from remat.transforms.intermediates import only
+from remat.transforms.joint.graph import JointRecorder, differentiated, graph_of_run
+from remat.transforms.joint.holes import Opened, around, tensors_given
+from remat.transforms.joint.ops import Joint
+from remat.transforms.pytree import flatten, unflatten
+from remat.transforms.state import RandomState
+
+
+class _AsTheyAre:
+    """In the place of stand-ins: every tensor stands for itself."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def forget(self) -> None:
+        """There is nothing to let go of."""
+
+
+def record_run(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
+    backward: bool = True,
+) -> tuple[Joint, dict[int, torch.Tensor]]:
+    """Run `fn(*args, **kwargs)` and its backward; the joint graph, and gradients by identities of leaves.
+
+    No gradient is added to `.grad`. Where torch.func inside refuses hooks on saved tensors, all runs again
+    without them.
+    """
+    state = RandomState(tensors_given(args, kwargs or {}))
+    try:
+        return _recorded(fn, args, kwargs or {}, cotangents or _ones, backward, hooks=True)
+    except RuntimeError as error:
+        if not is_hook_refusal(error):
+            raise
+    state.restore()
+    return _recorded(fn, args, kwargs or {}, cotangents or _ones, backward, hooks=False)
+
+
+def _ones(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.ones_like(t) for t in results]
+
+
+def _recorded(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    backward: bool,
+    hooks: bool,
+) -> tuple[Joint, dict[int, torch.Tensor]]:
+    recorder = JointRecorder(_AsTheyAre())
+    token = around.set(recorder)
+    try:
+        with outside_all_modes(), only(()):
+            direct = {id(a) for a in (*args, *kwargs.values())}
+            given = tensors_given(args, kwargs)
+            for t in given:
+                held = isinstance(t, torch.nn.Parameter)
+                held |= id(t) not in direct and t.requires_grad and t.is_leaf
+                recorder.add(t, "parameter" if held else "argument")
+            with recorder, torch.autograd.set_multithreading_enabled(False):
+                results = differentiated(
+                    fn, args, kwargs, recorder, given, backward, hooks, cotangents=cotangents
+                )
+        return graph_of_run(recorder, results, hooks), dict(recorder.found)
+    finally:
+        around.reset(token)
+        recorder.forget()
+
+
+class Apart:
+    """A call that runs in the forward, and again in the backward."""
+
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, tell: Callable[[Joint], None]) -> None:
+        self.fn, self.tell, self.told = fn, tell, False
+        self.leaves, self.spec = flatten((args, kwargs))
+        self.given = tensors_given(args, kwargs)
+        self.state = RandomState(self.given)
+
+    def _call(self) -> tuple[list[torch.Tensor], tuple[Any, Any]]:
+        """Leaves like the arguments, and the arguments made of them."""
+        copies = {
+            id(t): t if isinstance(t, torch.nn.Parameter) else t.detach().requires_grad_(t.requires_grad)
+            for t in self.given
+        }
+        leaves = [copies.get(id(leaf), leaf) for leaf in self.leaves]
+        return list(copies.values()), unflatten(leaves, self.spec)
+
+    def run(self) -> Any:
+        """The forward."""
+        copies, (args, kwargs) = self._call()
+        with outside_all_modes(), torch.enable_grad():
+            leaves, spec = flatten(self.fn(*args, **kwargs))
+        places = {id(t): k for k, t in enumerate(copies)}
+        fresh = [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in places]
+        graded = [t.requires_grad for t in fresh]
+        with outside_all_modes():
+            fresh = [t.detach() for t in fresh]
+        hole = Opened(around.get(), self.given)
+        anchor = torch.empty(0, requires_grad=any(graded))
+        hole.begin(anchor)
+        operands = [t for t in self.given if t.requires_grad]
+        made = iter(_Ran.apply(self, hole, fresh, graded, anchor, *operands) if fresh else ())
+        if not any(graded):
+            self.finish()
+        found = [
+            x
+            if not isinstance(x, torch.Tensor)
+            else self.given[places[id(x)]]
+            if id(x) in places
+            else next(made)
+            for x in leaves
+        ]
+        return unflatten(found, spec)
+
+    def backward(self, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The forward again, and its backward: gradients of the operands."""
+        copies, (args, kwargs) = self._call()
+        places = {id(t) for t in copies}
+        waiting = [c for c in cotangents if c is not None]
+
+        def begin(results: list[torch.Tensor]) -> list[torch.Tensor]:
+            own = iter(waiting)
+            fresh = [t for t in results if id(t) not in places]
+            if len(fresh) == len(waiting):
+                return [torch.zeros_like(t) if id(t) in places else next(own) for t in results]
+            return [torch.zeros_like(t) for t in results]
+
+        now = RandomState(self.given)
+        self.state.restore()
+        with outside_all_modes():
+            joint, gradients = record_run(self.fn, args, kwargs, cotangents=begin)
+        now.restore()
+        self.told = True
+        self.tell(joint)
+        return [gradients.get(id(t)) for t in copies if t.requires_grad]
+
+    def finish(self) -> None:
+        """Tell the graph of the forward, where no backward has come."""
+        if not self.told:
+            self.told = True
+            _, (args, kwargs) = self._call()
+            now = RandomState(self.given)
+            self.state.restore()
+            with outside_all_modes():
+                joint, _ = record_run(self.fn, args, kwargs, backward=False)
+            now.restore()
+            self.tell(joint)
+
+
+class _Ran(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: Apart, hole: Opened, fresh: list[torch.Tensor], graded: list[bool], *operands: Any
+    ) -> Any:
+        made = [_copied(t) for t in fresh]
+        fresh.clear()
+        ctx.mark_non_differentiable(*[t for t, graded in zip(made, graded, strict=True) if not graded])
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.hole = call, hole
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        ctx.hole.come_back(cotangents)
+        found = [None if g is None else _copied(g) for g in ctx.call.backward(cotangents)]
+        return (None, None, None, None, None, *found)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in memory that an op of the graph around has made."""
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
