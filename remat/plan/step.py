@@ -12,6 +12,8 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from remat._core import format_bytes
 from remat._inspect import looked_at
 from remat.plan.calls import Met, RanRegions, Regions, looked
@@ -20,7 +22,7 @@ from remat.plan.graph import CostModel, Graph, workspace
 from remat.plan.peak import added_up, gradients_left, held_throughout, node_ends
 from remat.policies import Policy
 from remat.transforms import RematError
-from remat.transforms.joint import Joint, planned_for, record, record_run
+from remat.transforms.joint import Hole, Joint, planned_for, record, record_run
 
 
 @dataclass(frozen=True)
@@ -103,29 +105,50 @@ class WholeStep:
 
     def measure(self, at: int, model: CostModel) -> Measure:
         """What plans of region `at` take."""
-        return Measure(self.graphs[at], model, accumulating=self.accumulating or not self.first[at])
+        return Measure(self.graphs[at], model, **self._options(at))
+
+    def _options(self, at: int) -> dict[str, bool]:
+        """How a region differs from others with its graph."""
+        hole = self.outside.holes[at]
+        beyond = [self._live.beyond(hole, v) for v in hole.cotangents]
+        return {
+            "accumulating": self.accumulating or not self.first[at],
+            # A residual connection holds the gradient of the result as well: it counts outside.
+            "last": bool(beyond) and all(beyond),
+        }
 
     def stages(self, model: CostModel, more: Callable[[Measure], Sequence[Choice]]) -> list[Stage]:
         """The regions in numbers, with what is outside of each; `more` gives further choices of a kind."""
-        made: dict[tuple[int, bool], Stage] = {}
+        made: dict[tuple[int, bool, bool], Stage] = {}
         found: list[Stage] = []
         for at, graph in enumerate(self.graphs):
-            first = self.first[at]
-            if (id(graph), first) not in made:
+            first, options = self.first[at], self._options(at)
+            key = id(graph), first, options["last"]
+            if key not in made:
                 measure = self.measure(at, model)
-                key = "stage", model, self.accumulating or not first
-                stage = graph.solved.made(key, measure.stage)
+                stage = graph.solved.made(("stage", model, *options.values()), measure.stage)
                 planned = graph.joint.hooked and not self.ran
-                made[id(graph), first] = replace(
+                plain = self._plain(at, model, stage.plain)
+                made[key] = replace(
                     stage,
                     # Where Python runs again as a whole, what is kept beside is of no use.
                     choices=(*more(measure), *(stage.choices if planned else stage.choices[:1])),
                     gradients=stage.gradients // self.shards if first else 0,
+                    plain=plain,
                 )
-            stage = made[id(graph), first]
+            stage = made[key]
             placed = [self.placed(at, choice) for choice in stage.choices]
             found.append(replace(stage, choices=tuple(placed), plain=self.placed(at, stage.plain)))
         return found
+
+    def _plain(self, at: int, model: CostModel, plain: Choice) -> Choice:
+        """A region that is none: its nodes let the gradient of its result go, whoever else holds it."""
+        options, joint = self._options(at), self.graphs[at].joint
+        if not options["last"]:
+            return plain
+        own = Measure(self.graphs[at], model, **{**options, "last": False}).stage().plain
+        begun = {v.storage for v in joint.values if v.origin == "tangent"}
+        return replace(own, backward=own.backward - sum(joint.storages[s] for s in begun))
 
     def placed(self, at: int, choice: Choice) -> Choice:
         """A choice that takes the bytes outside along: the chain's sums are then those of the whole step."""
@@ -296,6 +319,10 @@ def _freed(graph: Graph, free: Sequence[bool]) -> Graph:
     return Graph(replace(graph.joint, values=tuple(values)), graph.alone)
 
 
+# The ops of a backward that was left out.
+_STANDS = (torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default)
+
+
 class _Outside:
     """When which storages outside of the regions are live: those that the step allocates.
 
@@ -333,6 +360,7 @@ class _Outside:
             gradients_left(joint) if accumulating else set()
         )
         last |= dict.fromkeys(ended | left, self.end)
+        self.until = dict(last)
         for at, op in enumerate(joint.ops):
             if last.get(summed := added_up(joint, op)) == at:
                 # From there on the sum is in this memory.
@@ -385,6 +413,21 @@ class _Outside:
     def _most(self, first: int, last: int) -> int:
         return max(self.live[first:last], default=0)
 
+    def beyond(self, hole: Hole, cotangent: int) -> bool:
+        """Whether others hold the gradient of a region's result until after its backward."""
+        until = self.until.get(self.joint.values[cotangent].storage, -1)
+        ops, end = self.joint.ops, hole.backward
+        # What stands for its backward makes the gradients of its operands, and then lets go of this one.
+        while end < len(ops) and ops[end].target in _STANDS and ops[end].node == ops[hole.backward].node:
+            end += 1
+        return until >= max(end, hole.backward)
+
+    def _own(self, hole: Hole) -> tuple[int, ...]:
+        """The gradients of results that a region counts."""
+        if all(self.beyond(hole, v) for v in hole.cotangents):
+            return ()
+        return hole.cotangents
+
     def place(self, at: int) -> Beside:
         """What lives outside of region number `at`."""
         hole = self.holes[at]
@@ -394,7 +437,7 @@ class _Outside:
         )
         return Beside(
             forward=self.at(hole.forward, ()),
-            backward=self.at(hole.backward, hole.cotangents) if hole.backward >= 0 else 0,
+            backward=self.at(hole.backward, self._own(hole)) if hole.backward >= 0 else 0,
             after=self._most(hole.forward, following),
             before=self._most(max(earlier, self.forward), hole.backward),
         )

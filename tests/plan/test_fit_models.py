@@ -290,7 +290,7 @@ class OldConstants(Loops):
     ("kind", "rel"),
     [
         (Pairs, 0.001),
-        (WithNorms, 0.03),
+        (WithNorms, 0.001),
         (Aliased, 0.001),
         (Locals, 0.02),
         (Moved, 0.001),
