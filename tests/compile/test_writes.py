@@ -139,7 +139,7 @@ def two_steps(step: Any, state: list[Tensor], fn: Any) -> list[Tensor]:
 def check(case: Any, policy: Any, backend: str) -> None:
     step, state = case(lambda fn: fn)
     expected = two_steps(step, state, step)
-    step, state = case(lambda fn: remat(fn, policy=policy) if policy else remat(fn))
+    step, state = case(lambda fn: remat(fn, policy=policy) if policy is not None else remat(fn))
     made = two_steps(step, state, compiled(step, backend))
     torch.testing.assert_close(made, expected, rtol=0, atol=1e-12)
 

@@ -194,7 +194,7 @@ def spoilt(out: object) -> object:
 
 def test_a_refusal_counts_as_one() -> None:
     source = (
-        "class Model(Base):\n    def forward(self, x, y):\n        return R(lambda y: y.mul_(2))(y + 0)\n"
+        "class Model(Base):\n    def forward(self, x, y):\n        return R(lambda x: x.mul_(2))(x + 0)\n"
     )
     verdict = check(source, [{"how": "backward"}], "float64")
     assert isinstance(verdict, Verdict) and verdict.kind == "refused" and "argument" in verdict.what

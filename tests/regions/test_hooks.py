@@ -172,7 +172,8 @@ def test_tensor_hooks_inside_a_region_run_once_per_backward(policy):
 
 
 def test_hooks_are_told_where_a_budget_is_planned():
-    """It is planned once, on tensors without data, in a run beside the passes that leaves no trace."""
+    """It is planned once, on tensors without data, in a run beside the passes: Python effects happen then,
+    too, but hooks on the backward of a module see no tensor without data."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     seen, told = [], queue.SimpleQueue()
 
@@ -185,10 +186,10 @@ def test_hooks_are_told_where_a_budget_is_planned():
     region = remat(model, policy=checkpoint_policy(budget=1.0))
     for _ in range(2):
         region(X.clone().requires_grad_()).sum().backward()
-    assert seen == [torch.Tensor, "backward"] * 2
+    assert seen == [FakeTensor, *[torch.Tensor, "backward"] * 2]
     heard = [told.get() for _ in range(told.qsize())]
-    assert [what for again, what in heard if again] == [FakeTensor, "backward"]
-    assert [what for again, what in heard if not again] == seen
+    assert [what for again, what in heard if again] == [FakeTensor]
+    assert [what for again, what in heard if not again] == seen[1:]
 
 
 def doubling(x):

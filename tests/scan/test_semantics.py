@@ -263,7 +263,8 @@ def test_auto_keeps_within_its_budget():
     many = body.calls
     body.calls = 0
     scan_remat(body, torch.ones(100), length=50, checkpoints="auto", budget=10**6)[0].sum().backward()
-    assert body.calls == 2 * 50 < many  # the one that measures leaves no trace
+    # And the one that measures: what a step counts, it counts then, too.
+    assert body.calls == 2 * 50 + 1 < many
 
 
 def test_progress():

@@ -75,7 +75,7 @@ class Inputs:
 
     def note_surroundings(self) -> None:
         """Note what a run of the function itself needs besides its arguments."""
-        self.bindings = Bindings(reached(self.region.function), bound=True)
+        self.bindings = Bindings(reached(self.region.function), bound=not self.ambient.captured)
         self.swap = innermost()
         self.originals = [weakref.ref(t) for t in self.tensors]
 

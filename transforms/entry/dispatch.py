@@ -313,8 +313,10 @@ class FlatCall:
         self.originals = [weakref.ref(t) for t in unique]
         self.captured = captured
         self.operands = [as_operand(t) for t in (*unique, *captured)]
-        self.bindings = Bindings(reach, states=True, bound=True)
-        self.family = Family(region, Ambient(device_kinds(self.operands)), world)
+        ambient = Ambient(device_kinds(self.operands))
+        # Who has registered state of their own puts it back: what their objects are bound to is theirs.
+        self.bindings = Bindings(reach, states=True, bound=not ambient.captured)
+        self.family = Family(region, ambient, world)
         with functions_as_they_are():
             # Plain autograd saves none of these.
             self.family.inference = any([unwrapped(t).is_inference() for t in self.operands])
