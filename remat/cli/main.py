@@ -31,6 +31,7 @@ COMMANDS = {
     "doctor": ("Doctor", "run one step with and without its regions, and say what defeats them"),
     "plan": ("Plan", "the best a function can keep within a budget, or at every budget"),
     "init": ("Init", "write a script that trains a Hugging Face model with recomputation"),
+    "run": ("Run", "run a trainer's program (TRL, Axolotl, ...) with regions in its model"),
     "schedule": ("Draw", "draw which carries a scan keeps"),
     "env": ("Env", "what this machine can do"),
 }
@@ -64,6 +65,8 @@ def run(name: str, args: list[str]) -> Any:
         return 2
     import tyro
 
+    # What follows a program's name belongs to the program.
+    args, program = target.split(args) if hasattr(target, "split") else (args, ())
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -72,6 +75,8 @@ def run(name: str, args: list[str]) -> Any:
         if left.code:
             print(f"remat {name}: {in_one_line(said.getvalue())}", file=sys.stderr)
         raise
+    if program:
+        command.program = program
     try:
         return command()
     except (UsageError, RematError) as error:

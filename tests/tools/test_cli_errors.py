@@ -175,7 +175,7 @@ def test_version(capsys):
 
 
 def test_every_command_has_json():
-    for name in COMMANDS:
+    for name in COMMANDS.keys() - {"run"}:  # what it prints is the program's
         fields = dataclasses.fields(command_of(name))
         assert {f.name: f.type for f in fields}["json"] == "bool"
 
