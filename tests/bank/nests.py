@@ -221,7 +221,7 @@ def dead_branch(m, x, y):
     return x.sin()
 
 
-@program("", "nests stores")
+@program("", "nests stores python")
 def logged_probe(m, x, y):
     h = torch.tanh(x @ m.w)
     m.history.append(float((h @ m.w).exp().detach().sum()))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vjp, vmap
 
-from remat import remat, save_matmuls, scan_remat
+from remat import remat, save_matmuls, save_nothing, scan_remat
 from tests.helpers import rand, same
 
 
@@ -128,3 +128,32 @@ def test_recomputations_see_what_was_put_in(way, run, swapped):
 
     policy = save_matmuls if swapped == "both" else None
     same(found(functools.partial(remat, policy=policy)), found(lambda f: f))
+
+
+@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+def test_parameters_of_a_module_of_torchscript(policy):
+    """They lie in C++: the pull-back runs when `functional_call` has put the module's own back."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).double()
+    scripted = torch.jit.script(net)
+
+    class Model(torch.nn.Module):
+        def __init__(self, wrap):
+            super().__init__()
+            self.inner, self.wrap = scripted, wrap
+
+        def forward(self, x):
+            return self.wrap(lambda x: self.inner(x) * 2)(x)
+
+    own = {f"inner.{name}": p.detach() * 1.5 for name, p in net.named_parameters()}
+
+    def gradients(wrap):
+        model = Model(wrap)
+        loss = lambda own: functional_call(model, own, (rand(3, 4),)).sin().sum()  # noqa: E731
+        return torch.func.grad(loss)(own)
+
+    expected = gradients(lambda fn: fn)
+    for _ in range(2):
+        got = gradients(lambda fn: remat(fn, policy=policy))
+        assert all(torch.allclose(got[name], expected[name]) for name in own)
+        assert all(torch.equal(a, b) for a, b in zip(scripted.parameters(), net.parameters(), strict=True))

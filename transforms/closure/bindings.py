@@ -23,6 +23,7 @@ from remat.transforms.compat import (
     has_tangent,
     is_stale,
     is_wrapped,
+    scripted_now,
     scripted_places,
     set_scripted,
 )
@@ -67,7 +68,9 @@ class Bindings:
         reach = list(reach)
         parts = parts_of(reach)
         self.slots = slots_of(parts)
-        self.scripts = [part for part in parts if is_a(part, torch.jit.ScriptModule)]
+        scripts = [place for part in parts for place in scripted(part)]
+        # What they hold now: `functional_call` puts other tensors there for the time of one call.
+        self.scripts = list({(id(module), name): (module, name, t) for module, name, t in scripts}.values())
         self.others: tuple[list[Any], list[Any]] = [], []
         # Places that a tensor is in now: others are caches, which a recomputation finds filled.
         for holder, keys, values in places(reach, parts) if states else ():
@@ -129,23 +132,22 @@ class Bindings:
 
     @contextlib.contextmanager
     def in_scripts(self, given: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """Within, modules of TorchScript hold other tensors in the place of theirs.
+        """Within, modules of TorchScript hold what they held, or other tensors in the place of that.
 
         Args:
-            given: those, by the ids of theirs.
+            given: those, by the ids of what was held.
 
         The code reads them past every torch function. It is not optimized meanwhile: what torch makes of it
         is differentiated by rules that know neither forward mode nor `vmap` nor a second derivative.
         """
-        every = [place for part in self.scripts for place in scripted(part)]
-        moved = {(id(place[0]), place[1]): place for place in every if id(place[2]) in given}
+        before = [(module, name, scripted_now(module, name)) for module, name, _ in self.scripts]
         try:
-            for module, name, tensor in moved.values():
-                set_scripted((module, name), given[id(tensor)])
+            for module, name, tensor in self.scripts:
+                set_scripted((module, name), given.get(id(tensor), tensor))
             with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]
                 yield
         finally:
-            for module, name, tensor in moved.values():
+            for module, name, tensor in before:
                 set_scripted((module, name), tensor)
 
 

@@ -208,6 +208,7 @@ from remat.transforms.compat.optimizers import (
     watch_fused_steps,  # tell of the parameters that a fused optimizer has written to
 )
 from remat.transforms.compat.scripted import (
+    scripted_now,  # the tensor that a module of TorchScript holds at such a place
     scripted_places,  # where a module of TorchScript holds tensors
     set_scripted,  # let it hold another one there
 )

@@ -30,6 +30,11 @@ def scripted_places(attributes: dict[str, Any]) -> list[tuple[Any, str, torch.Te
     return found
 
 
+def scripted_now(module: Any, name: str) -> torch.Tensor:
+    """The tensor that a module holds there."""
+    return module.getattr(name)
+
+
 def set_scripted(place: tuple[Any, str], tensor: torch.Tensor) -> None:
     """Let a module hold another tensor there."""
     module, name = place
