@@ -68,9 +68,11 @@ class Bindings:
         reach = list(reach)
         parts = parts_of(reach)
         self.slots = slots_of(parts)
-        scripts = [place for part in parts for place in scripted(part)]
-        # What they hold now: `functional_call` puts other tensors there for the time of one call.
-        self.scripts = list({(id(module), name): (module, name, t) for module, name, t in scripts}.values())
+        # What modules of TorchScript hold now: `functional_call` puts other tensors there for the time of one
+        # call. None where there is no such module; a frozen one holds nothing.
+        scripts = [scripted(part) for part in parts if is_a(part, torch.jit.ScriptModule)]
+        places_of = {(id(place[0]), place[1]): place for found in scripts for place in found}
+        self.scripts = list(places_of.values()) if scripts else None
         self.others: tuple[list[Any], list[Any]] = [], []
         # Places that a tensor is in now: others are caches, which a recomputation finds filled.
         for holder, keys, values in places(reach, parts) if states else ():
@@ -140,9 +142,10 @@ class Bindings:
         The code reads them past every torch function. It is not optimized meanwhile: what torch makes of it
         is differentiated by rules that know neither forward mode nor `vmap` nor a second derivative.
         """
-        before = [(module, name, scripted_now(module, name)) for module, name, _ in self.scripts]
+        held = self.scripts or ()
+        before = [(module, name, scripted_now(module, name)) for module, name, _ in held]
         try:
-            for module, name, tensor in self.scripts:
+            for module, name, tensor in held:
                 set_scripted((module, name), given.get(id(tensor), tensor))
             with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]
                 yield

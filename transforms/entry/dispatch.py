@@ -413,7 +413,9 @@ class FlatCall:
         }
         with (
             self.bindings.restored(),
-            self.bindings.in_scripts(table) if self.bindings.scripts else contextlib.nullcontext(),
+            self.bindings.in_scripts(table)
+            if self.bindings.scripts is not None
+            else contextlib.nullcontext(),
             standing_in(self.region.function, given) as function,
             conversion,
         ):
