@@ -282,7 +282,8 @@ class Drawing:
         source = program.source()
         # To give a tensor other data under a level of torch.func ends the process, without regions, too.
         alone = "self.tied" not in source and "torch.func" not in source
-        if self.flavour == "eager" and "self.lin(" in source and alone:
+        # A region whose hooks fetch weights runs its function again, and what that does to Python's state.
+        if self.flavour == "eager" and self.opens and "self.lin(" in source and alone:
             for step in program.steps:
                 if dice.random() < 0.3 and step["how"] != "update":
                     step["fetched"] = True
