@@ -1,4 +1,4 @@
-"""Figures from a suite's CSV: memory against time, memory against depth, overhead bars."""
+"""Figures from a suite's CSV: memory against time, memory against depth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite.cases import Measured
 from benchmarks.suite.loaded import MIB, Panel, Results
 from benchmarks.suite.pareto import Point, front
 
@@ -29,7 +28,6 @@ def draw(results: Results, folder: Path) -> list[Path]:
     drawn: dict[str, Callable[[Any, Results], bool]] = {
         "pareto": pareto,
         "depth": depth,
-        "overhead": overhead,
     }
     made = []
     for name, fill in drawn.items():
@@ -189,30 +187,3 @@ def depth(figure: Any, results: Results) -> bool:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return True
-
-
-def overhead(figure: Any, results: Results) -> bool:
-    """Microseconds of bookkeeping a block."""
-    rows = [r for r in results.rows if r.metric == "overhead per block" and r.peer != "none" and r.value]
-    if not rows:
-        return False
-    figure.set_size_inches(6.4, 0.5 + 0.4 * len(rows))
-    axes = figure.subplots()
-    axes.barh(
-        [r.peer for r in rows], [r.value for r in rows], xerr=spreads(rows), color=[shade(r) for r in rows]
-    )
-    axes.invert_yaxis()
-    axes.set(xlabel="CPU time over no remat, us a block (median; p20 to p80)")
-    return True
-
-
-def spreads(rows: list[Measured]) -> list[list[float]]:
-    low = [max((r.value or 0) - (r.p20 or 0), 0) for r in rows]
-    return [low, [max((r.p80 or 0) - (r.value or 0), 0) for r in rows]]
-
-
-def shade(row: Measured) -> str:
-    family = (
-        "torch_remat" if row.peer == "torch_remat" else "torch" if row.peer.startswith("torch") else "remat"
-    )
-    return STYLE[family][0]
