@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ENGINE = "remat.transforms"
 # Modules that users import by their own name; each is a face of one file.
-OPEN = {"remat.interop.jax"}
+OPEN = {"remat.interop.huggingface", "remat.interop.jax"}
 
 
 @dataclass(frozen=True)
