@@ -189,8 +189,15 @@ def _flex_backward(query: torch.Size, key: torch.Size, value: torch.Size, *_: An
     return 2.5 * _sdpa(query, key, value)
 
 
-# What torch itself counts since 2.13.
+def _chunked_cross_entropy(x: torch.Size, weight: torch.Size, *rest: Any, **__: Any) -> float:
+    """The logits, and both gradients where the forward makes them (torch 2.13: the last arguments say)."""
+    return 2 * math.prod(x) * weight[0] * (1 + sum(wanted is True for wanted in rest[-3:-1]))
+
+
+# What torch itself counts since 2.13, and its chunked losses.
 _LATER: dict[str, Callable[..., float]] = {
+    "torch_nn::_linear_cross_entropy_batch_chunked": _chunked_cross_entropy,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _chunked_cross_entropy,
     "higher_order::flex_attention": _sdpa,
     "higher_order::flex_attention_backward": _flex_backward,
 }

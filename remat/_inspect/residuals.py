@@ -42,7 +42,7 @@ from remat.transforms.compat import (
 from remat.transforms.compiled import give_name
 from remat.transforms.tape import Kept, listen, nodes_behind
 
-_KEPT = {"policy": ", saved by policy", "decision": ", a decision"}
+_KEPT = {"policy": ", saved by policy", "decision": ", a decision", "context": ", on a Function's context"}
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
 
@@ -56,8 +56,10 @@ class Residual:
         device: where it is.
         bytes: of the whole block, also where the tensor is a view of a part.
         why: "argument", "captured" (from outside, such as a weight), "policy" (a policy saved it),
-            "decision", "random" (generator state) or "output". A decision is an index or a mask that must not
-            flip, see `keep_decisions` of `remat`. An output is a result that autograd or a region keeps.
+            "decision", "random" (generator state), "context" or "output". A decision is an index or a mask
+            that must not flip, see `keep_decisions` of `remat`. A context is a Function's: no hook is shown
+            its attributes (`ctx.slope = ...`), so no checkpoint lets go of them. An output is a result that
+            autograd or a region keeps.
         op: the op that made it, None for arguments and captured tensors.
         name: its `checkpoint_name`, or None.
         location: `file:line (function)` of the user's code that made it, or None.
@@ -236,6 +238,15 @@ def _run(
             table.add(tensor)
     except _Unreadable:
         readable = False
+    if not in_transform():
+        heard.clear()
+        roots, tensor, kept, packed = [], None, None, None
+        aside = {storage_key(t) for t in flatten(out)[0] if is_strided(t)}
+        lives = makers.alive(aside | table.found.keys())
+        del out
+        for key in lives:
+            if makers.gone(key):
+                table.add_hidden(key)
     return table.residuals(), readable
 
 
@@ -268,6 +279,7 @@ class _Makers(DispatchMode):
         super().__init__()
         # The weak references keep an address, by which blocks of memory are told apart, from being reused.
         self.made: dict[int, tuple[int, Any, str | None, StorageWeakRef]] = {}
+        self.metas: dict[int, tuple[tuple[int, ...], torch.dtype, torch.device, int]] = {}
         self.named: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -278,10 +290,19 @@ class _Makers(DispatchMode):
         line = user_place()
         for tensor in flatten(out)[0]:
             if is_strided(tensor) and (key := storage_key(tensor)) not in read:
-                self.made[key] = len(self.made), func, line, StorageWeakRef(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                self.made[key] = len(self.made), func, line, StorageWeakRef(storage)
+                self.metas[key] = tuple(tensor.shape), tensor.dtype, tensor.device, storage.nbytes()
             elif name := _name_being_given():
                 self.named[storage_key(tensor)] = name
         return out
+
+    def alive(self, but: set[int]) -> list[int]:
+        """The blocks of memory that were made and are still there, `but` those."""
+        return [key for key in self.made if key not in but and not self.gone(key) and self.metas[key][3]]
+
+    def gone(self, key: int) -> bool:
+        return self.made[key][3].expired()
 
 
 def _name_being_given() -> str | None:
@@ -330,6 +351,13 @@ class _Table:
         residual = Residual(shape, tensor.dtype, tensor.device, size, why, op, name, line, path, away, lies)
         rank = {"argument": 0, "captured": 1, "random": 2}.get(why, 3)
         self.found[key] = (rank, order if rank == 3 else place), residual
+
+    def add_hidden(self, key: int) -> None:
+        """What lived as long as the graph, and no node or hook showed."""
+        order, op, line, _ = self.makers.made[key]
+        shape, dtype, device, size = self.makers.metas[key]
+        name = self.makers.named.get(key)
+        self.found[key] = (3, order), Residual(shape, dtype, device, size, "context", op, name, line)
 
     def residuals(self) -> Residuals:
         return Residuals(residual for _, residual in sorted(self.found.values(), key=lambda pair: pair[0]))

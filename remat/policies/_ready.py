@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat._core import Decision, OpInfo
+from remat._core import Decision, OpInfo, warn_user
 from remat.policies import _catalogue
 from remat.policies._base import Constant, Named, Policy, PolicyError
+from remat.transforms import BoundedCache
 from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+if TYPE_CHECKING:
+    from remat.transforms.tape import Tape
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,8 +28,32 @@ class OfKind(Named):
     def asked(self, info: OpInfo) -> Decision:
         return self.decide_by_op(info.op)
 
+    def finished(self, tape: Tape) -> None:
+        if "attention" in self.kinds:
+            _report_taken_apart(self, tape)
+
     def decide_by_op(self, op: Any) -> Decision:
         return self.decision if _catalogue.kind_of(op) in self.kinds else Decision.RECOMPUTE
+
+
+# Policies that were warned of.
+_apart: BoundedCache[str, None] = BoundedCache(64)
+# Only `scaled_dot_product_attention` calls it, where it has no fused kernel.
+_SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
+
+
+def _report_taken_apart(policy: Policy, tape: Tape) -> None:
+    """Warn, once for a policy, that torch computes the attention of a region by products and a softmax."""
+    if repr(policy) in _apart:
+        return
+    ops = {node.op for node in tape.nodes}
+    if _SAFE_SOFTMAX in ops and not any(_catalogue.kind_of(op) == "attention" for op in ops):
+        _apart[repr(policy)] = None
+        warn_user(
+            f"Policy {policy!r} keeps no attention: torch computes scaled_dot_product_attention by products "
+            "and a softmax here, as it does on a CPU with dropout, or for operands without four dimensions. "
+            "(Said once.)"
+        )
 
 
 @dataclass(frozen=True, repr=False)

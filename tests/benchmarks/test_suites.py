@@ -401,8 +401,8 @@ def test_targets_are_told_with_how_much_they_were_missed_by(tmp_path: Path) -> N
     assert results is not None
     told = {target.claim.split(": ")[-1]: (target.value, verdict(target)) for target in targets(results)}
     assert told["time over torch's best, worst memory point"] == (pytest.approx(11.4 / 12), "met")
-    assert told["memory of save_matmuls over JAX's"] == (pytest.approx(50 / 80), "met")
-    assert told["time of save_matmuls over JAX's"] == (pytest.approx(11.4 / 9), "missed by 41 %")
+    # On a CPU XLA drops the barrier of JAX's checkpoint.
+    assert not [claim for claim in told if "JAX" in claim]
     # Not save_nothing's 8: that is slower than torch SAC.
     assert told["torch SAC's over ours at its throughput"] == (pytest.approx(4 / 6), "met")
 

@@ -60,6 +60,7 @@ class JointRecorder(DispatchMode):
         self.values: list[Value] = []
         self.storages: list[int] = []
         self.saved: dict[int, None] = {}
+        self.on_context: dict[int, None] = {}
         self.captured: dict[int, torch.Tensor] = {}
         self.gradients: tuple[int, ...] = ()
         self.differentiated: tuple[int, ...] = ()
@@ -277,6 +278,7 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...], hooks: bool)
         values=tuple(recorder.values),
         storages=tuple(recorder.storages),
         saved=tuple(recorder.saved),
+        on_context=tuple(recorder.on_context),
         results=results,
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
@@ -368,6 +370,9 @@ def differentiated(
         recorder.gradients = tuple(recorder.number(g) for _, g in graded)
     if not hooks:
         recorder.saved = _read_in_backward(recorder, numbers)
+    else:
+        recorder.on_context = _on_contexts(recorder)
+        recorder.saved |= recorder.on_context
     return numbers
 
 
@@ -386,6 +391,18 @@ def _run_functional(
     fn(switch, *args, **kwargs)
     recorder.saved = _read_in_backward(recorder)
     return ()
+
+
+def _on_contexts(recorder: JointRecorder) -> dict[int, None]:
+    """What the backward reads of the forward and no hook was shown: attributes of a Function's context."""
+    forward = sum(op.forward for op in recorder.ops)
+    shown = {recorder.values[number].storage for number in recorder.saved}
+    found: dict[int, None] = {}
+    for number in (read for op in recorder.ops if not op.forward for read in op.reads):
+        value = recorder.values[number]
+        if 0 <= value.producer < forward and value.storage not in shown:
+            found[number] = None
+    return found
 
 
 def _read_in_backward(recorder: JointRecorder, results: Iterable[int] = ()) -> dict[int, None]:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from remat._core import format_bytes
 from remat._inspect.report.measure import Measured, RegionUse
 from remat._inspect.report.records import short
@@ -15,6 +17,8 @@ from remat.policies import UnmatchedName, save_everything
 
 # Shares of what no remat keeps: less is nothing, and a view that shows less of its block is a small one.
 _LITTLE, _HALF = 0.02, 0.5
+# Only `scaled_dot_product_attention` calls it, where it has no fused kernel.
+_SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
 # Ops of a call: fewer can hardly save more than they keep.
 _FEW = 3
 
@@ -56,7 +60,25 @@ def causes(
     yield from _views(now, plain)
     yield from _captured(now)
     yield from _nested(uses)
+    for said in taken_apart(now):
+        yield Finding(
+            "attention in parts",
+            "",
+            said,
+            "dropout=0.0 in attention, and operands of four dimensions: (batch, heads, length, width).",
+        )
     yield from _small(seen, uses, now, plain)
+
+
+def taken_apart(now: Measured) -> Iterator[str]:
+    """Attention that torch computes by products and a softmax, with all of the scores."""
+    parts = {ran.location for ran in now.timeline.ops if ran.when == "forward" and ran.op is _SAFE_SOFTMAX}
+    for location in sorted(parts):
+        yield (
+            f"the attention at {short(location)} is computed by products and a softmax, which keep all "
+            "scores: torch has no fused kernel for it (on a CPU: dropout, or not four dimensions). "
+            "save_attention keeps nothing of it"
+        )
 
 
 def _names(told: Iterable[warnings.WarningMessage]) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from remat import debug
 from remat._core import format_bytes, joined_keywords, keywords_apart
+from remat._inspect.report.causes import taken_apart
 from remat._inspect.report.cockpit import save_cockpit
 from remat._inspect.report.each import frontier_of
 from remat._inspect.report.measure import Measured, RegionUse, Work, measure
@@ -179,6 +180,7 @@ def notes(now: Measured, plain: Measured) -> Iterator[str]:
             "another policy than save_everything"
         )
         return
+    yield from taken_apart(now)
     kept, before = now.kept_bytes, plain.kept_bytes
     if kept >= before:
         size = format_bytes(before)
