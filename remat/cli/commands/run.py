@@ -53,18 +53,18 @@ class Run:
         policy, done = parse(self.policy), []
         layers, callbacks = self.layers, cast("list[Any]", trainer.DEFAULT_CALLBACKS)
 
-        class Regions(trainer_callback.TrainerCallback):
+        class RegionsCallback(trainer_callback.TrainerCallback):
             def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
                 done.append(make_regions(given["model"], layers, policy))
                 # The trainer would put torch's checkpoint around or in the place of the regions.
                 args.gradient_checkpointing = False
                 print(f"remat: {done[-1]} under {policy}", file=sys.stderr)
 
-        callbacks.append(Regions)
+        callbacks.append(RegionsCallback)
         try:
             run(self.program)
         finally:
-            callbacks.remove(Regions)
+            callbacks.remove(RegionsCallback)
         if not done:
             raise UsageError(f"{self.program[0]} made no transformers.Trainer, so there were no regions.")
         return 0
