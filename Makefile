@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Python writes byte code down even where the shell says not to: every process would compile the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: sweep test test-all test-packages test-versions fuzz lint format bench docs docs-version docs-serve screenshots build release clean
+.PHONY: sweep test test-all test-packages test-versions test-product fuzz lint format bench docs docs-version docs-serve screenshots build release clean
 
 sweep: $(STAMP)
 	$(BIN)/python -m remat sweep $(ARGS)
@@ -32,6 +32,11 @@ test-packages: $(STAMP)
 # Programs drawn at random, with regions and without; `ARGS='--seeds 0:1000 --modes eager,func,aot_eager'`.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(ARGS)
+
+# Programs of the bank in ways, under policies and on layouts that are drawn at random; the seed is printed.
+SECONDS ?= 600
+test-product: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bank --seconds $(SECONDS) $(ARGS)
 
 # The quick tests of the engine under torch 2.11 to 2.15; `ARGS='2.11.0 2.15.0'`. Downloads several GB for each.
 test-versions:

@@ -270,7 +270,7 @@ _LIGHT = frozenset(
     dequantize fake isin nonzero cross renorm dist thnn unpack flatten conj complex polar lift alias detach
     assert constrain amp aminmax foreach segment threshold mse huber elu gelu prelu relu hardtanh is glu t
     to nested values indices repr token memory reorder pooling unpool adam adamw sgd adagrad lerp
-    efficientzerotensor
+    efficientzerotensor and or xor not lshift rshift bitwise logical
     """.split()
 )
 _NUMBERED = re.compile(r"\d+d?$")

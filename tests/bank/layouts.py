@@ -58,7 +58,7 @@ def noise_like_an_image(m, x, y):
 
 @program("", "image draws writes", shape=IMAGE)
 def mask_drawn_into_empty(m, x, y):
-    mask = torch.empty_like(x).bernoulli_(0.5)
+    mask = torch.empty_like(x).uniform_(0, 1) > 0.5
     return (m.conv(x) * mask).exp()
 
 

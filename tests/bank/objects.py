@@ -154,12 +154,6 @@ def generator_made_inside(m, x, y):
     return torch.tanh(x @ m.w) * torch.rand(4, generator=generator, dtype=x.dtype)
 
 
-@program("INNER", "objects modules")
-def moved_to_where_it_is(m, x, y):
-    m.lin.to(x)
-    return m.lin(x).tanh()
-
-
 @program("OBJECTS", "objects stores")
 def fresh_object_in_every_call(m, x, y):
     m.factor = m.factor + 0.0

@@ -268,7 +268,7 @@ def disagreeing_inside(compiled: bool) -> None:
         torch._dynamo.reset()
         model: Any = kind()
         for block, policy in zip(model.blocks, policies, strict=True):
-            _ = policy and remat.nn.apply_to(block, policy=policy)
+            _ = remat.nn.apply_to(block, policy=policy) if policy is not None else None
             _ = compiled and block.compile(backend="aot_eager")
         if layout == "ddp":
             model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)

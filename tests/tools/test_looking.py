@@ -109,4 +109,5 @@ def test_looking_at_what_is_compiled_leaves_no_trace(look):
         return remat(lambda x: torch.tanh(norm(x)).sin(), name="block")(x).sum()
 
     look(fn, X)
-    assert same(dict(norm.state_dict()), before) and held == {"n": 0} and not calls
+    # What Python does besides happens once a look, as in a call.
+    assert same(dict(norm.state_dict()), before) and held == {"n": 1} and not calls

@@ -1,0 +1,440 @@
+"""What becomes of a pair (program, way) where it is not "equal": torch refuses it without remat, too, or one
+line says what is told instead, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.bank.program import Program
+
+# Ways whose calls take milliseconds.
+CHEAP = set(
+    "backward twice double partial accumulate two_forwards reversed again update batched drop grad "
+    "grad_params vmap_grad jvp vjp grad_grad vmap value_and_grad vjp_twice grad_vmap buffers in_checkpoint "
+    "in_scan counted cloned on_cpu no_grad copied plain_over_grad jvp_grad forward_ad".split()
+)
+LEVELS = (
+    "grad grad_params vmap_grad jvp vjp hessian jacrev jacfwd grad_grad third mixed vmap_hessian linearize "
+    "plain_over_grad plain_over_jvp jvp_grad vmap value_and_grad vjp_twice grad_vmap buffers forward_ad"
+)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a pair is expected to do.
+
+    `ways`: names of ways; `what`: names of programs, or tags; `kind`: of the verdict, or several; `says`: a
+    pattern that what is told matches.
+    """
+
+    ways: str
+    what: str
+    kind: str
+    says: str
+    why: str
+
+
+SAME = Expected("", "", "same", "", "")
+OTHERWISE = (
+    Expected(
+        LEVELS,
+        "python",
+        "same refused failed",
+        "does not repeat its forward|escaped|history|gradients|derivatives|",
+        "the function runs again under torch.func: a count that an op reads is told, a list grows twice",
+    ),
+    Expected(
+        "in_checkpoint",
+        "buffers python state moving_average_replaced",
+        "same failed invalid refused",
+        "",
+        "torch's checkpoint runs the function again, with what it has written: the plain side is wrong",
+    ),
+    Expected(
+        LEVELS,
+        "scripted_module",
+        "same failed invalid",
+        "derivatives|gradients|tangent|",
+        "torch's own second derivatives and tangents of TorchScript are 0 from the second call on",
+    ),
+    Expected(
+        "counted",
+        "cache_by_rows cache_of_the_first cached_table",
+        "same failed",
+        "unlike",
+        "the first call fills a cache, without remat, too",
+    ),
+    Expected(
+        "in_scan",
+        "stores python buffers state moving_average_replaced",
+        "same failed refused",
+        "",
+        "a step that writes to what it captures is refused, and what it stores is of its last run",
+    ),
+    Expected(
+        LEVELS,
+        "forces_of_a_region",
+        "same refused invalid",
+        "twice at one level|does not repeat|",
+        "a backward inside, through a region inside, is refused at levels of torch.func",
+    ),
+    Expected("third", "forces energy_and_forces", "refused invalid", "requires_grad_", "torch's own refusal"),
+    Expected(
+        "forward_ad",
+        "checkpoint_of_torch_inside map_in_place data_replaced",
+        "refused failed same",
+        "CheckpointError|does not repeat|",
+        "plain forward mode in a region that runs again: torch's checkpoint, and memory written past torch",
+    ),
+    Expected(
+        LEVELS, "argument", "refused invalid same", "", "a write to an argument is refused in every way"
+    ),
+    Expected(
+        "backward twice partial accumulate two_forwards reversed again update drop counted cloned on_cpu "
+        "double batched thread threads copied anomaly in_checkpoint in_scan",
+        "argument",
+        "refused invalid",
+        "argument|",
+        "a recomputation would write again",
+    ),
+)
+# By way, what torch cannot run without remat, either.
+TORCH = {
+    "backward": ("argument_written"),
+    "twice": ("argument_written"),
+    "double": ("encoder_layer attention_in_torchs_checkpoint attention argument_written"),
+    "partial": ("argument_written"),
+    "accumulate": ("argument_written"),
+    "two_forwards": ("counter_assigned queue_flat_view argument_written"),
+    "reversed": ("counter_assigned queue_flat_view argument_written"),
+    "drop": ("sparse_product sparse_values_shared argument_written"),
+    "thread": ("argument_written"),
+    "threads": ("argument_written"),
+    "copied": ("argument_written"),
+    "again": ("counter_assigned queue_flat_view argument_written"),
+    "update": ("argument_written"),
+    "batched": (
+        "hook_that_notes sparse_product sparse_values_shared "
+        "layer_that_accumulates_in_its_backward reversible_pair argument_written"
+    ),
+    "anomaly": ("argument_written"),
+    "forward_ad": (
+        "encoder_layer attention_by_hand mixture_of_experts gated_linear_unit cross_entropy_head "
+        "queue_of_features attention_in_torchs_checkpoint softmax attention logsumexp "
+        "weight_norm multihead_attention jvp_inside sparse_product out_argument old_function "
+        "attribute_on_a_context partly_saving_function custom_op_with_autograd numpy_custom_op "
+        "raw_fill dirty_function sparse_values_shared layer_that_accumulates_in_its_backward "
+        "reversible_pair argument_written"
+    ),
+    "grad": (
+        "delayed_scaling queue_of_features convolution_and_batch_norm "
+        "batch_norm_in_a_region_inside checkpoint_of_torch_around_a_region "
+        "attention_in_torchs_checkpoint counter running_mean queue_head queue_shifted batch_norm "
+        "batch_norm_twice mean_lerped counter_assigned queue_flat_view mean_read_then_halved "
+        "queue_slice_transposed accumulating_backward_inside retained_gradient old_function "
+        "attribute_on_a_context partly_saving_function custom_op_with_autograd "
+        "embedding_renormalized checkpoint_of_torch_inside numpy_copy number_from_numpy "
+        "numpy_custom_op raw_fill written_through_numpy map_in_place backward_of_a_layer_inside "
+        "gradient_through_batch_norm hooks_inside save_on_cpu_inside dirty_function "
+        "transposed_data layer_that_accumulates_in_its_backward reversible_pair argument_written "
+        "data_replaced"
+    ),
+    "grad_params": (
+        "delayed_scaling queue_of_features convolution_and_batch_norm "
+        "batch_norm_in_a_region_inside checkpoint_of_torch_around_a_region "
+        "attention_in_torchs_checkpoint counter running_mean queue_head queue_shifted batch_norm "
+        "batch_norm_twice mean_lerped counter_assigned queue_flat_view mean_read_then_halved "
+        "queue_slice_transposed accumulating_backward_inside retained_gradient old_function "
+        "attribute_on_a_context partly_saving_function custom_op_with_autograd "
+        "checkpoint_of_torch_inside numpy_copy number_from_numpy numpy_custom_op raw_fill "
+        "written_through_numpy map_in_place backward_of_a_layer_inside "
+        "gradient_through_batch_norm hooks_inside save_on_cpu_inside dirty_function "
+        "transposed_data layer_that_accumulates_in_its_backward reversible_pair argument_written "
+        "data_replaced"
+    ),
+    "vmap_grad": (
+        "tiles_that_accumulate routed_by_a_mask lstm "
+        "delayed_scaling queue_of_features moving_average_replaced "
+        "early_exit convolution_and_batch_norm batch_norm_in_a_region_inside "
+        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint logged_probe counter "
+        "running_mean queue_head queue_shifted batch_norm batch_norm_twice mean_lerped "
+        "counter_assigned queue_flat_view mean_read_then_halved queue_slice_transposed bernoulli "
+        "last_result_stored last_mean_stored_after_use history_of_numbers hook_that_notes "
+        "accumulating_backward_inside retained_gradient branch_on_a_number gru sparse_product "
+        "out_argument old_function attribute_on_a_context partly_saving_function "
+        "custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside numpy_copy "
+        "number_from_numpy numpy_custom_op raw_fill written_through_numpy map_in_place "
+        "backward_of_a_layer_inside gradient_through_batch_norm hooks_inside save_on_cpu_inside "
+        "dirty_function instance_norm memory_given_by_set transposed_data sparse_values_shared "
+        "layer_that_accumulates_in_its_backward reversible_pair argument_written data_replaced"
+    ),
+    "jvp": (
+        "functional_jvp_inside encoder_layer delayed_scaling queue_of_features energy_and_forces "
+        "convolution_and_batch_norm batch_norm_in_a_region_inside attention_in_torchs_checkpoint "
+        "forces_of_a_region attention counter running_mean queue_head queue_shifted batch_norm "
+        "batch_norm_twice mean_lerped counter_assigned queue_flat_view mean_read_then_halved "
+        "queue_slice_transposed accumulating_backward_inside sparse_product out_argument forces "
+        "old_function attribute_on_a_context partly_saving_function embedding_renormalized "
+        "numpy_copy number_from_numpy raw_fill written_through_numpy map_in_place "
+        "backward_of_a_layer_inside gradient_through_batch_norm dirty_function transposed_data "
+        "sparse_values_shared layer_that_accumulates_in_its_backward reversible_pair "
+        "data_replaced"
+    ),
+    "vjp": (
+        "delayed_scaling queue_of_features convolution_and_batch_norm "
+        "batch_norm_in_a_region_inside checkpoint_of_torch_around_a_region "
+        "attention_in_torchs_checkpoint counter running_mean queue_head queue_shifted batch_norm "
+        "batch_norm_twice mean_lerped counter_assigned queue_flat_view mean_read_then_halved "
+        "queue_slice_transposed accumulating_backward_inside retained_gradient old_function "
+        "attribute_on_a_context partly_saving_function custom_op_with_autograd "
+        "embedding_renormalized checkpoint_of_torch_inside numpy_copy number_from_numpy "
+        "numpy_custom_op raw_fill written_through_numpy map_in_place backward_of_a_layer_inside "
+        "gradient_through_batch_norm hooks_inside save_on_cpu_inside dirty_function "
+        "transposed_data layer_that_accumulates_in_its_backward reversible_pair argument_written "
+        "data_replaced"
+    ),
+    "hessian": (
+        "encoder_layer delayed_scaling queue_of_features moving_average_replaced "
+        "convolution_and_batch_norm batch_norm_in_a_region_inside "
+        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint attention counter "
+        "running_mean queue_head queue_shifted batch_norm batch_norm_twice mean_lerped "
+        "counter_assigned queue_flat_view mean_read_then_halved queue_slice_transposed "
+        "cache_by_rows cache_of_the_first last_mean_stored_after_use hook_that_notes "
+        "accumulating_backward_inside retained_gradient sparse_product out_argument old_function "
+        "attribute_on_a_context partly_saving_function custom_op_with_autograd "
+        "embedding_renormalized checkpoint_of_torch_inside numpy_copy number_from_numpy "
+        "numpy_custom_op raw_fill written_through_numpy map_in_place backward_of_a_layer_inside "
+        "gradient_through_batch_norm hooks_inside save_on_cpu_inside dirty_function "
+        "transposed_data sparse_values_shared layer_that_accumulates_in_its_backward "
+        "reversible_pair data_replaced"
+    ),
+    "jacrev": (
+        "encoder_layer delayed_scaling queue_of_features moving_average_replaced "
+        "convolution_and_batch_norm batch_norm_in_a_region_inside "
+        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint attention counter "
+        "running_mean queue_head queue_shifted batch_norm batch_norm_twice mean_lerped "
+        "counter_assigned queue_flat_view mean_read_then_halved queue_slice_transposed "
+        "cache_by_rows cache_of_the_first last_mean_stored_after_use "
+        "accumulating_backward_inside retained_gradient sparse_product old_function "
+        "attribute_on_a_context partly_saving_function custom_op_with_autograd "
+        "embedding_renormalized checkpoint_of_torch_inside numpy_copy number_from_numpy "
+        "numpy_custom_op raw_fill written_through_numpy map_in_place backward_of_a_layer_inside "
+        "gradient_through_batch_norm hooks_inside save_on_cpu_inside dirty_function "
+        "transposed_data sparse_values_shared layer_that_accumulates_in_its_backward "
+        "reversible_pair data_replaced"
+    ),
+    "jacfwd": (
+        "encoder_layer delayed_scaling queue_of_features energy_and_forces "
+        "convolution_and_batch_norm batch_norm_in_a_region_inside attention_in_torchs_checkpoint "
+        "forces_of_a_region attention counter running_mean queue_head queue_shifted batch_norm "
+        "batch_norm_twice mean_lerped counter_assigned queue_flat_view mean_read_then_halved "
+        "queue_slice_transposed accumulating_backward_inside sparse_product out_argument forces "
+        "old_function attribute_on_a_context partly_saving_function embedding_renormalized "
+        "numpy_copy number_from_numpy raw_fill written_through_numpy map_in_place "
+        "backward_of_a_layer_inside gradient_through_batch_norm dirty_function transposed_data "
+        "sparse_values_shared layer_that_accumulates_in_its_backward reversible_pair "
+        "data_replaced"
+    ),
+    "grad_grad": (
+        "encoder_layer delayed_scaling queue_of_features moving_average_replaced "
+        "convolution_and_batch_norm batch_norm_in_a_region_inside "
+        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint attention counter "
+        "running_mean queue_head queue_shifted batch_norm batch_norm_twice mean_lerped "
+        "counter_assigned queue_flat_view mean_read_then_halved queue_slice_transposed "
+        "cache_by_rows cache_of_the_first last_mean_stored_after_use "
+        "accumulating_backward_inside retained_gradient old_function attribute_on_a_context "
+        "partly_saving_function custom_op_with_autograd embedding_renormalized "
+        "checkpoint_of_torch_inside numpy_copy number_from_numpy numpy_custom_op raw_fill "
+        "written_through_numpy map_in_place backward_of_a_layer_inside "
+        "gradient_through_batch_norm hooks_inside save_on_cpu_inside dirty_function "
+        "transposed_data layer_that_accumulates_in_its_backward reversible_pair argument_written "
+        "data_replaced"
+    ),
+    "third": (
+        "encoder_layer delayed_scaling queue_of_features moving_average_replaced "
+        "convolution_and_batch_norm batch_norm_in_a_region_inside "
+        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint attention normalized "
+        "counter running_mean queue_head queue_shifted batch_norm batch_norm_twice mean_lerped "
+        "counter_assigned queue_flat_view mean_read_then_halved queue_slice_transposed "
+        "cache_by_rows cache_of_the_first last_mean_stored_after_use hook_that_notes "
+        "accumulating_backward_inside retained_gradient sparse_product out_argument old_function "
+        "attribute_on_a_context partly_saving_function custom_op_with_autograd "
+        "embedding_renormalized checkpoint_of_torch_inside numpy_copy number_from_numpy "
+        "numpy_custom_op raw_fill written_through_numpy map_in_place backward_of_a_layer_inside "
+        "gradient_through_batch_norm hooks_inside save_on_cpu_inside dirty_function "
+        "transposed_data sparse_values_shared layer_that_accumulates_in_its_backward "
+        "reversible_pair data_replaced"
+    ),
+    "mixed": (
+        "encoder_layer delayed_scaling queue_of_features moving_average_replaced "
+        "convolution_and_batch_norm batch_norm_in_a_region_inside "
+        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint counter running_mean "
+        "queue_head queue_shifted batch_norm batch_norm_twice mean_lerped counter_assigned "
+        "queue_flat_view mean_read_then_halved queue_slice_transposed cache_by_rows "
+        "cache_of_the_first last_mean_stored_after_use accumulating_backward_inside "
+        "retained_gradient old_function attribute_on_a_context partly_saving_function "
+        "custom_op_with_autograd checkpoint_of_torch_inside numpy_copy number_from_numpy "
+        "numpy_custom_op raw_fill written_through_numpy map_in_place backward_of_a_layer_inside "
+        "gradient_through_batch_norm hooks_inside save_on_cpu_inside dirty_function "
+        "transposed_data layer_that_accumulates_in_its_backward reversible_pair argument_written "
+        "data_replaced"
+    ),
+    "vmap_hessian": (
+        "encoder_layer routed_by_a_mask lstm delayed_scaling queue_of_features "
+        "moving_average_replaced early_exit convolution_and_batch_norm "
+        "batch_norm_in_a_region_inside checkpoint_of_torch_around_a_region "
+        "attention_in_torchs_checkpoint logged_probe attention counter running_mean queue_head "
+        "queue_shifted batch_norm batch_norm_twice mean_lerped counter_assigned queue_flat_view "
+        "mean_read_then_halved queue_slice_transposed bernoulli cache_by_rows cache_of_the_first "
+        "last_result_stored last_mean_stored_after_use history_of_numbers hook_that_notes "
+        "accumulating_backward_inside retained_gradient branch_on_a_number gru sparse_product "
+        "out_argument old_function attribute_on_a_context partly_saving_function "
+        "custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside numpy_copy "
+        "number_from_numpy numpy_custom_op raw_fill written_through_numpy map_in_place "
+        "backward_of_a_layer_inside gradient_through_batch_norm hooks_inside save_on_cpu_inside "
+        "dirty_function instance_norm memory_given_by_set transposed_data sparse_values_shared "
+        "layer_that_accumulates_in_its_backward reversible_pair data_replaced"
+    ),
+    "linearize": (
+        "encoder_layer delayed_scaling queue_of_features moving_average_replaced "
+        "energy_and_forces stochastic_depth reparameterized early_exit "
+        "convolution_and_batch_norm dropout_of_an_image channels_dropped noise_like_an_image "
+        "gelu_and_dropout results_of_one_memory_written batch_norm_in_a_region_inside "
+        "attention_in_torchs_checkpoint forces_of_a_region logged_probe generator_made_inside "
+        "attention counter running_mean queue_head queue_shifted batch_norm batch_norm_twice "
+        "mean_lerped counter_assigned queue_flat_view mean_read_then_halved "
+        "queue_slice_transposed dropout dropout_module noise_like noise_added bernoulli "
+        "uniform_into_empty normal_around own_generator seeded_inside forked_random_state "
+        "random_state_put_back python_and_numpy_random call_counter history_of_numbers "
+        "factor_updated accumulating_backward_inside shared_list custom_op_writes jvp_inside "
+        "branch_on_a_number sparse_product out_argument forces old_function "
+        "attribute_on_a_context partly_saving_function embedding_renormalized numpy_copy "
+        "number_from_numpy raw_fill written_through_numpy map_in_place "
+        "backward_of_a_layer_inside gradient_through_batch_norm dirty_function "
+        "memory_given_by_set transposed_data sparse_values_shared "
+        "layer_that_accumulates_in_its_backward reversible_pair row_from_another "
+        "empty_filled_by_halves every_second_doubled row_of_transpose columns_filled_in_a_loop "
+        "view_before_a_write diagonal_added_to written_through_detach data_replaced"
+    ),
+    "plain_over_grad": (
+        "encoder_layer delayed_scaling queue_of_features convolution_and_batch_norm "
+        "batch_norm_in_a_region_inside checkpoint_of_torch_around_a_region "
+        "attention_in_torchs_checkpoint attention counter running_mean queue_head queue_shifted "
+        "batch_norm batch_norm_twice mean_lerped counter_assigned queue_flat_view "
+        "mean_read_then_halved queue_slice_transposed accumulating_backward_inside "
+        "retained_gradient old_function attribute_on_a_context partly_saving_function "
+        "custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside numpy_copy "
+        "number_from_numpy numpy_custom_op raw_fill written_through_numpy map_in_place "
+        "backward_of_a_layer_inside gradient_through_batch_norm hooks_inside save_on_cpu_inside "
+        "dirty_function transposed_data layer_that_accumulates_in_its_backward reversible_pair "
+        "argument_written data_replaced"
+    ),
+    "plain_over_jvp": (
+        "encoder_layer delayed_scaling queue_of_features energy_and_forces "
+        "convolution_and_batch_norm batch_norm_in_a_region_inside "
+        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint forces_of_a_region "
+        "attention counter running_mean queue_head queue_shifted batch_norm batch_norm_twice "
+        "mean_lerped counter_assigned queue_flat_view mean_read_then_halved "
+        "queue_slice_transposed accumulating_backward_inside sparse_product out_argument forces "
+        "old_function attribute_on_a_context partly_saving_function embedding_renormalized "
+        "checkpoint_of_torch_inside numpy_copy number_from_numpy raw_fill written_through_numpy "
+        "map_in_place backward_of_a_layer_inside gradient_through_batch_norm dirty_function "
+        "transposed_data sparse_values_shared layer_that_accumulates_in_its_backward "
+        "reversible_pair argument_written data_replaced"
+    ),
+    "jvp_grad": (
+        "encoder_layer delayed_scaling queue_of_features moving_average_replaced "
+        "convolution_and_batch_norm batch_norm_in_a_region_inside "
+        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint attention counter "
+        "running_mean queue_head queue_shifted batch_norm batch_norm_twice mean_lerped "
+        "counter_assigned queue_flat_view mean_read_then_halved queue_slice_transposed "
+        "cache_by_rows cache_of_the_first last_mean_stored_after_use "
+        "accumulating_backward_inside retained_gradient sparse_product out_argument old_function "
+        "attribute_on_a_context partly_saving_function custom_op_with_autograd "
+        "embedding_renormalized checkpoint_of_torch_inside numpy_copy number_from_numpy "
+        "numpy_custom_op raw_fill written_through_numpy map_in_place backward_of_a_layer_inside "
+        "gradient_through_batch_norm hooks_inside save_on_cpu_inside dirty_function "
+        "transposed_data sparse_values_shared layer_that_accumulates_in_its_backward "
+        "reversible_pair argument_written data_replaced"
+    ),
+    "vmap": (
+        "made_channels_last_inside routed_by_a_mask lstm "
+        "delayed_scaling queue_of_features moving_average_replaced "
+        "energy_and_forces early_exit convolution_and_batch_norm batch_norm_in_a_region_inside "
+        "forces_of_a_region logged_probe scripted_module running_mean queue_head queue_shifted "
+        "batch_norm batch_norm_twice mean_lerped queue_flat_view bernoulli last_result_stored "
+        "last_mean_stored_after_use history_of_numbers accumulating_backward_inside "
+        "branch_on_a_number gru out_argument forces old_function attribute_on_a_context "
+        "partly_saving_function number_from_numpy raw_fill written_through_numpy map_in_place "
+        "backward_of_a_layer_inside gradient_through_batch_norm dirty_function instance_norm "
+        "memory_given_by_set transposed_data layer_that_accumulates_in_its_backward "
+        "reversible_pair data_replaced"
+    ),
+    "value_and_grad": (
+        "delayed_scaling queue_of_features convolution_and_batch_norm "
+        "batch_norm_in_a_region_inside checkpoint_of_torch_around_a_region "
+        "attention_in_torchs_checkpoint counter running_mean queue_head queue_shifted batch_norm "
+        "batch_norm_twice mean_lerped counter_assigned queue_flat_view mean_read_then_halved "
+        "queue_slice_transposed accumulating_backward_inside retained_gradient old_function "
+        "attribute_on_a_context partly_saving_function custom_op_with_autograd "
+        "embedding_renormalized checkpoint_of_torch_inside numpy_copy number_from_numpy "
+        "numpy_custom_op raw_fill written_through_numpy map_in_place backward_of_a_layer_inside "
+        "gradient_through_batch_norm hooks_inside save_on_cpu_inside dirty_function "
+        "transposed_data layer_that_accumulates_in_its_backward reversible_pair argument_written "
+        "data_replaced"
+    ),
+    "vjp_twice": (
+        "checkpoints_of_torch_around_two_layers delayed_scaling queue_of_features convolution_and_batch_norm "
+        "batch_norm_in_a_region_inside checkpoint_of_torch_around_a_region "
+        "attention_in_torchs_checkpoint counter running_mean queue_head queue_shifted batch_norm "
+        "batch_norm_twice mean_lerped counter_assigned queue_flat_view mean_read_then_halved "
+        "queue_slice_transposed accumulating_backward_inside retained_gradient old_function "
+        "attribute_on_a_context partly_saving_function custom_op_with_autograd "
+        "embedding_renormalized checkpoint_of_torch_inside numpy_copy number_from_numpy "
+        "numpy_custom_op raw_fill written_through_numpy map_in_place backward_of_a_layer_inside "
+        "gradient_through_batch_norm hooks_inside save_on_cpu_inside dirty_function "
+        "transposed_data layer_that_accumulates_in_its_backward reversible_pair argument_written "
+        "data_replaced"
+    ),
+    "grad_vmap": (
+        "data_scaled routed_by_a_mask lstm delayed_scaling queue_of_features moving_average_replaced "
+        "energy_and_forces early_exit convolution_and_batch_norm batch_norm_in_a_region_inside "
+        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint forces_of_a_region "
+        "logged_probe scripted_module counter running_mean queue_head queue_shifted batch_norm "
+        "batch_norm_twice mean_lerped counter_assigned queue_flat_view mean_read_then_halved "
+        "queue_slice_transposed bernoulli last_result_stored last_mean_stored_after_use "
+        "history_of_numbers accumulating_backward_inside branch_on_a_number gru out_argument "
+        "forces old_function attribute_on_a_context partly_saving_function "
+        "custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside numpy_copy "
+        "number_from_numpy numpy_custom_op raw_fill written_through_numpy map_in_place "
+        "backward_of_a_layer_inside gradient_through_batch_norm hooks_inside save_on_cpu_inside "
+        "dirty_function instance_norm memory_given_by_set transposed_data "
+        "layer_that_accumulates_in_its_backward reversible_pair data_replaced"
+    ),
+    "buffers": (
+        "energy_and_forces checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint "
+        "forces_of_a_region accumulating_backward_inside forces old_function "
+        "attribute_on_a_context partly_saving_function checkpoint_of_torch_inside numpy_copy "
+        "number_from_numpy raw_fill written_through_numpy map_in_place "
+        "backward_of_a_layer_inside gradient_through_batch_norm hooks_inside save_on_cpu_inside "
+        "dirty_function layer_that_accumulates_in_its_backward reversible_pair argument_written "
+        "data_replaced"
+    ),
+    "in_checkpoint": ("implicit_step gradient_inside argument_written"),
+    "in_scan": ("counter_assigned argument_written"),
+    "counted": ("implicit_step gradient_inside argument_written"),
+    "cloned": ("transform_inside_over_a_region implicit_step gradient_inside argument_written"),
+    "on_cpu": ("implicit_step gradient_inside argument_written"),
+}
+_REFUSED = {way: frozenset(names.split()) for way, names in TORCH.items()}
+TORCHS = Expected("", "", "invalid", "", "torch alone does not run it")
+
+
+def of(program: Program, way: str) -> Expected:
+    """What is expected of this pair."""
+    if program.name in _REFUSED.get(way, ()):
+        return TORCHS
+    for one in OTHERWISE:
+        if way in one.ways.split() and (program.tags | {program.name}) & set(one.what.split()):
+            return one
+    return SAME

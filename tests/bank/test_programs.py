@@ -1,0 +1,100 @@
+"""Programs of the bank in some ways under some policies, pairwise; `make test-product` draws of all pairs."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import torch
+
+from tests.bank import BANK, Program, expected, subject
+from tests.bank.library import PLANNED, POLICIES
+from tests.helpers import forget
+from tests.ways import LAYOUTS, WAYS, check
+
+READY = [name for name in POLICIES if name not in PLANNED]
+# A call costs milliseconds in these; the others are differentiated more than once, or trace.
+CHEAP = [name for name in WAYS if name in expected.CHEAP]
+NAMES = list(BANK)
+QUICK = 6
+
+
+def drawn(name: str, count: int) -> list[tuple[str, str]]:
+    """Ways and policies for one program: neighbours in the bank have others, so each pair of a tag with a way
+    or a policy, and of a way with a policy, comes up."""
+    at = NAMES.index(name)
+    ways = [CHEAP[(at * 5 + k * 7) % len(CHEAP)] for k in range(count)]
+    return [(way, READY[(at + k * 3) % len(READY)]) for k, way in enumerate(["backward", *ways[1:]])]
+
+
+def holds(program: Program, way: str, policy: str, layout: str = "contiguous") -> None:
+    """The pair goes as the bank expects: three calls in a row, and one without regions after them."""
+    steps = [{"how": way}, {"how": way, "layout": layout}, {"how": way}]
+    forget()
+    verdict = check(subject(program, policy), steps, torch.float64)
+    wanted = expected.of(program, way)
+    if layout != "contiguous" and verdict.kind == "invalid":
+        return  # torch refuses the layout, as `view` does
+    kinds = {"same", "memory"} if wanted.kind == "same" else set(wanted.kind.split())
+    assert verdict.kind in kinds, f"{program.name} {way} {policy} {layout}: {verdict}, expected {wanted}"
+    assert re.search(wanted.says, verdict.what), (program.name, way, verdict.what)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NAMES)
+def test_program_in_some_ways(name: str) -> None:
+    for way, policy in drawn(name, QUICK):
+        holds(BANK[name], way, policy)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NAMES)
+def test_program_on_another_layout(name: str) -> None:
+    """A call with another memory format comes between two of the first."""
+    layout, way = LAYOUTS[1 + NAMES.index(name) % (len(LAYOUTS) - 1)], ("backward", "grad")[len(name) % 2]
+    holds(BANK[name], way, READY[len(name) % len(READY)], layout)
+
+
+# -- the bank itself ---------------------------------------------------------------------------------------
+
+
+def test_there_are_as_many_programs_as_were_meant() -> None:
+    assert 250 <= len(BANK) <= 400
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_program_is_short_and_names_its_own(name: str) -> None:
+    program = BANK[name]
+    assert len(program.source.splitlines()) <= 16
+    if program.kind:  # it is drawn as a statement, too
+        assert not re.search(r"\b[xy] = ", program.source), "what it is given keeps its name"
+    assert (
+        "open(" not in program.source and "socket" not in program.source and "urlopen" not in program.source
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_programs_take_under_two_seconds_and_leave_nothing() -> None:
+    """Without regions: what is slow by itself, or leaves something behind, is no program of the bank."""
+    for name, program in BANK.items():
+        model = subject(program, "nothing").build().double()
+        x = torch.randn(3, *program.shape, dtype=torch.float64)
+        before = torch.get_default_dtype(), torch.is_grad_enabled(), torch._C._len_torch_function_stack()
+        start = time.process_time()
+        with torch.no_grad():
+            program.fn(model, x, x.cos())
+        assert time.process_time() - start < 2, name
+        assert before == (
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch._C._len_torch_function_stack(),
+        )
+
+
+def test_what_is_expected_names_programs_and_ways_that_are_there() -> None:
+    for way, names in expected.TORCH.items():
+        assert way in WAYS and set(names.split()) <= set(NAMES), (way, set(names.split()) - set(NAMES))
+    tags = {tag for program in BANK.values() for tag in program.tags} | set(NAMES)
+    for one in expected.OTHERWISE:
+        assert set(one.ways.split()) <= set(WAYS) and set(one.what.split()) <= tags and one.why, one
