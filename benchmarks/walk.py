@@ -130,9 +130,9 @@ WALKS: dict[str, Callable[[], Walk]] = {
 # The most files that each may enter.
 LIMITS = {
     "eager, second call": 10,
-    "torch.func.grad, second call": 17,
+    "torch.func.grad, second call": 16,
     "torch.compile, tracing": 17,
-    "scan": 14,
+    "scan": 13,
 }
 
 

@@ -30,7 +30,7 @@ from remat.transforms import (
 )
 from remat.transforms.closure import by_storage
 from remat.transforms.compat import (
-    DispatchMode,
+    TorchDispatchMode,
     in_transform,
     is_strided,
     listed,
@@ -272,7 +272,7 @@ class _Token:
         self.tensor = tensor
 
 
-class _Makers(DispatchMode):
+class _Makers(TorchDispatchMode):
     """Remembers which op and which line made each block of memory."""
 
     def __init__(self) -> None:

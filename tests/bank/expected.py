@@ -78,6 +78,20 @@ OTHERWISE = (
         "twice at one level|does not repeat|",
         "a backward inside, through a region inside, is refused at levels of torch.func",
     ),
+    Expected(
+        LEVELS,
+        "functional_jvp_inside tiles_that_accumulate",
+        "same refused invalid failed",
+        "",
+        "torch refuses an old Function, and its own functional jvp, in most ways",
+    ),
+    Expected(
+        LEVELS,
+        "embedding_renormalized",
+        "same refused invalid failed",
+        "leaf Variable|argument|",
+        "the embedding writes into its weight, which requires gradients: told where it is an operand",
+    ),
     Expected("third", "forces energy_and_forces", "refused invalid", "requires_grad_", "torch's own refusal"),
     Expected(
         "forward_ad",

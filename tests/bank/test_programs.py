@@ -52,7 +52,9 @@ def test_program_in_some_ways(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_program_on_another_layout(name: str) -> None:
     """A call with another memory format comes between two of the first."""
-    layout, way = LAYOUTS[1 + NAMES.index(name) % (len(LAYOUTS) - 1)], ("backward", "grad")[len(name) % 2]
+    layout = LAYOUTS[1 + NAMES.index(name) % (len(LAYOUTS) - 1)]
+    # Under torch.func dropout of what is not contiguous draws another mask (docs/limits.md).
+    way = "backward" if "draws" in BANK[name].tags else ("backward", "grad")[len(name) % 2]
     holds(BANK[name], way, READY[len(name) % len(READY)], layout)
 
 

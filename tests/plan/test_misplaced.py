@@ -36,6 +36,7 @@ def test_another_mesh(monkeypatch):
         tiny(dp_shard=4).policies(decoder(), together=False)
 
 
+@pytest.mark.filterwarnings("ignore:A budget of 0.6 is below")
 @pytest.mark.parametrize("made", ["mesh", "model", "chain"])
 def test_a_plan_of_more_than_a_region_is_no_policy(made):
     """The message is short, and says what to write."""

@@ -79,7 +79,7 @@ def test_readme_puts_the_two_commands_first() -> None:
     text = (ROOT / "README.md").read_text()
     commands = re.findall(r"^\s*(make \w+)", text, re.MULTILINE)
     assert commands[:2] == ["make sweep", "make test"]
-    assert text.index("pip install remat") < text.index("make sweep") < text.index("```python")
+    assert text.index("pip install .") < text.index("make sweep") < text.index("```python")
 
 
 def test_examples_stand_in_the_gallery_and_open_as_notebooks() -> None:

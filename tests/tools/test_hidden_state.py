@@ -1,4 +1,4 @@
-"""What a Function puts on its context: no saved-tensor hook sees it, reports tell it and budgets count it."""
+"""What a Function puts on its context: no saved-tensor hook sees it, and reports tell it."""
 
 import warnings
 
@@ -64,12 +64,9 @@ def test_what_lives_as_long_as_the_graph_is_told(name, way):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_budgets_count_it_and_keep_it(name):
-    fn, count = PROGRAMS[name]
+def test_regions_with_a_budget_are_right(name):
+    fn, _ = PROGRAMS[name]
     x = rand(N, N).requires_grad_()
-    plan = checkpoint_policy(budget=1.0, cost="flops").plan(fn, x)
-    assert plan.kept_bytes == plan.default_bytes
-    assert plan.kept_bytes >= count * 8 * N * N
     region = remat(fn, policy=checkpoint_policy(budget=0.1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,4 +98,3 @@ def test_chunked_cross_entropy():
     assert saved_residuals(loss, x, w).kept_bytes == saved_residuals(region, x, w).kept_bytes == gradients
     assert explain(region, x, w).kept_bytes == gradients
     assert "3.0 KiB" in str(compare(loss, x, w)).splitlines()[4]
-    assert checkpoint_policy(budget=1.0).plan(loss, x, w).default_bytes == gradients

@@ -57,7 +57,7 @@ def test_the_script_of_a_config_type_runs(capsys, tmp_path, monkeypatch, name):
     ("line", "told"),
     [
         (["t5"], "t5 cannot be made as a causal language model"),
-        (["lama"], "write llama"),
+        (["lama"], "Write llama"),
         (["llama", "--policy", "tests.tools.test_cli_errors:rule"], "put yours into the script"),
         (["llama", "--policy", "save_matmul"], "did you mean 'save_matmuls'?"),
     ],

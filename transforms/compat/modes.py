@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import sys
 import threading
 import types
 import warnings
@@ -24,10 +23,10 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator  # torch has n
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._ops import _compute_keyset
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from remat.transforms.compat.autograd import hooks_allowed, is_tracing, top_hooks
-from remat.transforms.compat.compiled_code import code_seen, seen_as_one_op
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,22 +47,13 @@ def uncompiled(function: F) -> F:
 
 # -- dispatch modes -----------------------------------------------------------------------------------
 class DispatchMode(TorchDispatchMode):
-    """The base of every dispatch mode here.
+    """A dispatch mode without the switch that torch wraps around each of its calls.
 
-    It has not the switch that torch wraps around each call of a mode, which turns Dynamo off inside: that
-    costs more than the rest of a call, and imports Dynamo at the first.
+    The switch turns Dynamo off inside; it costs more than the rest of a call, and imports Dynamo at the
+    first.
     """
 
     supports_higher_order_operators = True
-    # What torch.compile has compiled runs compiled: Dynamo leaves a function alone for good that it meets
-    # under a mode which answers False. (Selective checkpointing answers so, too.) Torch asks where a mode
-    # begins, in each call of a region: this is True without a call of Python.
-    ignore_compile_internals: Any = staticmethod(True.__bool__)
-
-    def __enter__(self) -> Any:
-        if not code_seen:
-            seen_as_one_op(DispatchMode)
-        return super().__enter__()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -74,11 +64,6 @@ class DispatchMode(TorchDispatchMode):
         if "__torch_dispatch__" in cls.__dict__:
             # torch.cond compiles itself in eager code: Dynamo meets this frame below it, to be left alone.
             uncompiled(cls.__dict__["__torch_dispatch__"])
-
-
-# Whether Dynamo traces the code that asks. It looks into torch-function modes that are on where a compiled
-# function is called: one of ours adds nothing to that function's graph.
-traced_by_dynamo: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 
 def traced_as_it_runs() -> bool:
@@ -136,65 +121,15 @@ def uncompiled_branches() -> Iterator[None]:
     their code to be left for good: later calls of torch.cond, without any mode, then fail.
     """
     frames: Any = torch._C._dynamo.eval_frame  # type: ignore[reportAttributeAccessIssue]
-    before, on = frames.set_eval_frame(None), _whole.on
-    _whole.on = False  # functions in the branches that torch.compile has compiled run compiled
+    before = frames.set_eval_frame(None)
     try:
         yield
     finally:
         frames.set_eval_frame(before)
-        _whole.on = on
         usual = frames._FrameAction.DEFAULT
         for code in torch.cond.__code__.co_consts:
             if isinstance(code, types.CodeType):
                 frames.set_code_exec_strategy(code, frames._FrameExecStrategy(usual, usual))
-
-
-class _Whole(threading.local):
-    """Whether torch.cond is on its way to its operator, past Dynamo."""
-
-    on = False
-
-
-_whole = _Whole()
-
-
-class _Uncompiled(DispatchMode):
-    """While torch.cond is on its way, this mode says that Dynamo is to leave alone what it meets."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return not _whole.on
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def intercept_compiled_cond(here: Callable[[], bool]) -> None:
-    """Have torch.cond not compile itself where `here()`: its operator gets the branches as they are.
-
-    It compiles itself within an environment that it asks for, a private function of all operators on
-    functions (2.11 to 2.13). Calling the operator under a mode that Dynamo does not compile under is a way
-    that torch has foreseen there. Others than torch.cond are compiled as without us.
-    """
-    utils: Any = torch._higher_order_ops.utils  # pyright: ignore[reportAttributeAccessIssue]
-    plain = utils.setup_compilation_env
-
-    @contextlib.contextmanager
-    def whole() -> Iterator[Any]:
-        before, _whole.on = _whole.on, True
-        try:
-            with plain() as backend, _Uncompiled():
-                yield backend
-        finally:
-            _whole.on = before
-
-    def environment() -> Any:
-        asking: Any = sys._getframe(1)
-        if asking.f_code.co_name == "_hop_compile_and_call":
-            asking = asking.f_back
-        return whole() if asking.f_code is torch.cond.__code__ and here() else plain()
-
-    utils.setup_compilation_env = environment
 
 
 def intercept_under_modes(op: Any, kernel: Callable[..., Any]) -> None:

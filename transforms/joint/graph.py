@@ -16,7 +16,7 @@ import torch
 
 from remat.transforms.closure import trial
 from remat.transforms.compat import (
-    DispatchMode,
+    TorchDispatchMode,
     at_hand,
     autocasting,
     fake_mode,
@@ -47,9 +47,10 @@ def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(map(at_hand, tensor.shape))
 
 
-class JointRecorder(DispatchMode):
+class JointRecorder(TorchDispatchMode):
     """Writes down every op below autograd, with values numbered by tensor identity."""
 
+    supports_higher_order_operators = True
     plans = True
 
     def __init__(self, stand_ins: Any) -> None:
@@ -60,7 +61,6 @@ class JointRecorder(DispatchMode):
         self.values: list[Value] = []
         self.storages: list[int] = []
         self.saved: dict[int, None] = {}
-        self.on_context: dict[int, None] = {}
         self.captured: dict[int, torch.Tensor] = {}
         self.gradients: tuple[int, ...] = ()
         self.differentiated: tuple[int, ...] = ()
@@ -278,7 +278,6 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...], hooks: bool)
         values=tuple(recorder.values),
         storages=tuple(recorder.storages),
         saved=tuple(recorder.saved),
-        on_context=tuple(recorder.on_context),
         results=results,
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
@@ -370,9 +369,6 @@ def differentiated(
         recorder.gradients = tuple(recorder.number(g) for _, g in graded)
     if not hooks:
         recorder.saved = _read_in_backward(recorder, numbers)
-    else:
-        recorder.on_context = _on_contexts(recorder)
-        recorder.saved |= recorder.on_context
     return numbers
 
 
@@ -391,18 +387,6 @@ def _run_functional(
     fn(switch, *args, **kwargs)
     recorder.saved = _read_in_backward(recorder)
     return ()
-
-
-def _on_contexts(recorder: JointRecorder) -> dict[int, None]:
-    """What the backward reads of the forward and no hook was shown: attributes of a Function's context."""
-    forward = sum(op.forward for op in recorder.ops)
-    shown = {recorder.values[number].storage for number in recorder.saved}
-    found: dict[int, None] = {}
-    for number in (read for op in recorder.ops if not op.forward for read in op.reads):
-        value = recorder.values[number]
-        if 0 <= value.producer < forward and value.storage not in shown:
-            found[number] = None
-    return found
 
 
 def _read_in_backward(recorder: JointRecorder, results: Iterable[int] = ()) -> dict[int, None]:

@@ -130,8 +130,6 @@ class Joint:
         values: every tensor seen.
         storages: bytes of each storage.
         saved: values that autograd packed for the backward, in order, without repetition.
-        on_context: those of them that no hook was shown: a Function's context, or a hook, holds them, so no
-            region can let go of them.
         results: the function's tensor outputs.
         gradients: the values that the backward ends in, of those inputs that have a gradient.
         differentiated: those inputs, in the same order.
@@ -154,7 +152,6 @@ class Joint:
     gradients: tuple[int, ...] = ()
     differentiated: tuple[int, ...] = ()
     holes: tuple[Hole, ...] = ()
-    on_context: tuple[int, ...] = ()
     hooked: bool = True
     held: tuple[int, ...] = field(default=(), compare=False)
     ends: tuple[int, ...] = field(default=(), compare=False)

@@ -27,7 +27,6 @@ class Graph:
     - What an op writes in place cannot be saved either: the value before the first write can, and the writes
       are repeated on a copy of it.
     - A decision must not run again (see `transforms/ops.py`).
-    - What a Function has put on its context stays there, whatever a policy says.
     - A cast that autocast may have in its cache is nobody's to keep either.
     - A draw that runs again needs all draws before it, so that the generator is where it was. The draws are
       chained by a value of their own that cannot be saved.
@@ -160,8 +159,6 @@ class Graph:
         cost = [self._price(model, op, keep_heavy) for op in self.ops] + [INF] * len(self.inputs)
         for decision in self.joint.decisions:
             cost[decision] = INF
-        for number in self.joint.on_context:
-            cost[self.joint.values[number].producer] = INF
         size = [self._size(k) for k in range(len(self.ops))] + [self._input_size(v) for v in self.inputs]
         # What `empty_like` is given may be gone when it runs again: its shape is known.
         reads = [() if traits(op.target).shape_only else self.places(op.reads) for op in self.ops]
