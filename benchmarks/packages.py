@@ -9,6 +9,9 @@ random state. Then `torch.func.grad` over `functional_call` with parameters and 
 each package and way in `benchmarks/results/packages.csv`.
 """
 
+# The packages are installed when it runs, in a folder of its own.
+# pyright: reportMissingImports=false, reportPrivateImportUsage=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import argparse
