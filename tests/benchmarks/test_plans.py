@@ -93,7 +93,9 @@ def test_planned_peers_stand_over_others_of_the_same_round_beside_their_promises
     rows = {(row.peer, row.metric): row for row in Run.of(case).run()}
     assert not [row.error for row in rows.values() if row.error]
     for peer in ("budget 0.5", "fit 0.5"):
-        assert rows[peer, "predicted kept"].value == rows[peer, "kept"].value
+        # (A plan counts a scalar of the loss, four bytes, that the region does not keep.)
+        over = (rows[peer, "predicted kept"].value or 0) - (rows[peer, "kept"].value or 0)
+        assert 0 <= over <= 4
         assert rows[peer, "step over save_matmuls"].unit == rows[peer, "step over none"].unit == "ratio"
         assert (rows[peer, "predicted step"].value or 0) > (rows["none", "predicted step"].value or 0) > 0
     keys = ("fit 0.5", "predicted peak"), ("fit 0.5", "peak"), ("none", "peak")

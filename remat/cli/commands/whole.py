@@ -43,7 +43,7 @@ def plan_published(
     ended = time.perf_counter()
     memory = _memory()
     if json:
-        facts = {key: value for key, value in vars(done).items() if key not in ("model", "held")}
+        facts = {key: value for key, value in vars(done).items() if key not in ("model", "held", "step")}
         print(dumps({**facts, "held": asdict(done.held), "memory": memory}, indent=2))
         return
     print(done)
