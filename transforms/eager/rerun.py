@@ -83,7 +83,9 @@ class Rerun:
                 held.get(inputs, at)
         inner, frame.inner = frame.inner, 0
         # What the function stores is stored by its forward; a later call may have stored other things since.
-        stored = Bindings(reached(frame.region.function), states=True, bound=True)
+        # (What FSDP2's hooks have found out stays: they gather in one of the passes only.)
+        bound = not frame.tape.sharded
+        stored = Bindings(reached(frame.region.function), states=True, bound=bound)
         self.values, self.count = {}, 0
         try:
             with contextlib.ExitStack() as stack:

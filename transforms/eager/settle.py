@@ -58,7 +58,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         ]
         frame.take(recorder, held.union(needs.outside, range(tape.arguments), written))
         frame.residuals = None
-        frame.inputs.note_surroundings()
+        frame.inputs.note_surroundings(bound=not tape.sharded)
         frame.rerun = Rerun(needs, may_be_absent(recorder, ()), _prints(frame.region, recorder, out))
     else:
         frame.program = program = Program(tape, needs, wanted)
