@@ -23,7 +23,7 @@ from typing import (
 )
 
 from remat._core import Decision, OpInfo
-from remat._region import ArgumentError, Check, Options, rematerialized
+from remat._region import Check, Options, rematerialized
 from remat.policies import (
     FromCallable,
     Policy,
@@ -35,7 +35,7 @@ from remat.policies import (
     save_names,
     save_nothing,
 )
-from remat.transforms import RematError
+from remat.transforms import RematError, WrongValue
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -162,7 +162,7 @@ def remat(
     if args or unknown:
         raise _option_error(fn, args, unknown)
     if determinism_check not in _CHECKS:
-        raise ArgumentError(
+        raise WrongValue(
             f"remat(determinism_check={determinism_check!r}): expected one of {', '.join(map(repr, _CHECKS))}"
         )
     options = Options(
@@ -220,14 +220,14 @@ def _option_error(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> Un
 def _indices(value: int | Iterable[int]) -> tuple[int, ...]:
     numbers = (value,) if isinstance(value, int) else tuple(value)
     if bad := [n for n in numbers if not isinstance(n, int) or isinstance(n, bool)]:
-        raise ArgumentError(f"remat(static_argnums=...): expected integers, got {bad[0]!r}")
+        raise WrongValue(f"remat(static_argnums=...): expected integers, got {bad[0]!r}")
     return numbers
 
 
 def _names(value: str | Iterable[str]) -> frozenset[str]:
     names = (value,) if isinstance(value, str) else tuple(value)
     if bad := [n for n in names if not isinstance(n, str)]:
-        raise ArgumentError(f"remat(static_argnames=...): expected strings, got {bad[0]!r}")
+        raise WrongValue(f"remat(static_argnames=...): expected strings, got {bad[0]!r}")
     return frozenset(names)
 
 

@@ -19,7 +19,8 @@ from remat._forced import forced
 from remat._inspect import logger, told, wanted
 from remat.policies import Policy, PolicySelector, save_everything, save_nothing
 from remat.transforms import (
-    RematError,
+    WrongType,
+    WrongValue,
     blank,
     is_tensor,
     names_of,
@@ -35,14 +36,6 @@ from remat.transforms.region import Region, checksum, choosing
 
 # How a recomputation is compared with its forward.
 Check = Literal["metadata", "exact", "none"]
-
-
-class ArgumentError(RematError, ValueError):
-    """An argument of `remat` that it cannot accept."""
-
-
-class FunctionError(RematError, TypeError):
-    """Something that cannot be rematerialized because it cannot be called."""
 
 
 def name_of_region(fn: Any) -> str:
@@ -140,7 +133,7 @@ def rematerialized(fn: Callable[..., Any], options: Options) -> Callable[..., An
 
 def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     if not callable(fn) or isinstance(fn, Policy) or _is_module_class(fn):
-        raise FunctionError(_not_a_function(fn))
+        raise WrongType(_not_a_function(fn))
     if (inner := unmarked(fn)) is not None:
         return _wrap(inner, replace(options, once=True))
     _check_runs_at_once(fn)
@@ -295,7 +288,7 @@ def _check_runs_at_once(fn: Any) -> None:
     flags = 0 if code is None else code.co_flags
     for flag, kind in _LATER.items():
         if flags & flag:
-            raise FunctionError(
+            raise WrongType(
                 f"remat({name_of_region(fn)}): the function is {kind}, which runs after its call has "
                 "returned, outside of the region. Write a function that returns its results, and call that "
                 "from yours."
@@ -315,7 +308,7 @@ def _check_static_names(fn: Callable[..., Any], names: frozenset[str]) -> None:
         return
     if unknown := sorted(names - set(parameters)):
         label = getattr(fn, "__qualname__", type(fn).__name__)
-        raise ArgumentError(
+        raise WrongValue(
             f"remat(static_argnames={unknown[0]!r}): {label} takes no argument of that name; it takes "
             f"{', '.join(parameters) or 'none'}"
         )
@@ -328,7 +321,7 @@ def _call_static(
     count = len(args)
     for i in options.numbers:
         if not -count <= i < count:
-            raise ArgumentError(
+            raise WrongValue(
                 f"remat(static_argnums={options.numbers}): this call of {getattr(fn, '__qualname__', fn)} "
                 f"has {count} positional arguments, and {i} is not the position of one. Use numbers from "
                 f"{-count} to {count - 1}, or static_argnames for keywords."
@@ -338,7 +331,7 @@ def _call_static(
     settled = {k: v for k, v in kwargs.items() if k in options.names}
     for value in (*[args[i] for i in fixed], *settled.values()):
         if is_tensor(value):
-            raise ArgumentError(
+            raise WrongValue(
                 "remat: a static argument is a tensor; static arguments carry no derivative, pass it as an "
                 "ordinary one"
             )

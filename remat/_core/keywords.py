@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
-from remat.transforms import RematError
+from remat.transforms import RematError, WrongType
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +57,7 @@ def check_callable(name: str, args: tuple[Any, ...]) -> None:
     fn, kind = args[0], type(args[0]).__name__
     got = repr(fn) if isinstance(fn, (str, int, float, type(None))) else f"a {kind}"
     why = ", which a call gives" if kind in ("Tensor", "tuple") else ""
-    raise KeywordError(
+    raise WrongType(
         f"{name}(fn, *args): fn must be a function or a module, got {got}{why}. Write {name}(fn, x): the "
         "function and its arguments apart."
     )
