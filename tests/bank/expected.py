@@ -53,8 +53,8 @@ OTHERWISE = (
     Expected(
         LEVELS,
         "scripted_module",
-        "same failed invalid",
-        "derivatives|gradients|tangent|",
+        "same failed invalid refused",
+        "derivatives|gradients|tangent|evaluated again|",
         "torch's own second derivatives and tangents of TorchScript are 0 from the second call on",
     ),
     Expected(
@@ -91,6 +91,13 @@ OTHERWISE = (
         "same refused invalid failed",
         "leaf Variable|argument|",
         "the embedding writes into its weight, which requires gradients: told where it is an operand",
+    ),
+    Expected(
+        "grad_grad plain_over_grad third mixed",
+        "data_scaled",
+        "same refused invalid",
+        "reads `.data`|",
+        "a region that torch.func differentiates twice refuses `.data` (docs/limits.md)",
     ),
     Expected("third", "forces energy_and_forces", "refused invalid", "requires_grad_", "torch's own refusal"),
     Expected(
@@ -138,11 +145,11 @@ TORCH = {
     "drop": ("sparse_product sparse_values_shared argument_written"),
     "thread": ("argument_written"),
     "threads": ("argument_written"),
-    "copied": ("argument_written"),
+    "copied": ("dictionary_not_to_be_iterated object_that_answers_nothing argument_written"),
     "again": ("counter_assigned queue_flat_view argument_written"),
     "update": ("argument_written"),
     "batched": (
-        "hook_that_notes sparse_product sparse_values_shared "
+        "tiles_that_accumulate hook_that_notes sparse_product sparse_values_shared "
         "layer_that_accumulates_in_its_backward reversible_pair argument_written"
     ),
     "anomaly": ("argument_written"),
@@ -155,19 +162,22 @@ TORCH = {
         "layer_that_accumulates_in_its_backward reversible_pair argument_written"
     ),
     "grad": (
-        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint counter "
+        "checkpoints_of_torch_around_two_layers checkpoint_of_torch_around_a_region "
+        "attention_in_torchs_checkpoint counter "
         "counter_assigned mean_read_then_halved queue_slice_transposed retained_gradient "
         "custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside numpy_copy "
         "numpy_custom_op hooks_inside save_on_cpu_inside argument_written"
     ),
     "grad_params": (
-        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint counter "
+        "checkpoints_of_torch_around_two_layers checkpoint_of_torch_around_a_region "
+        "attention_in_torchs_checkpoint counter "
         "counter_assigned mean_read_then_halved queue_slice_transposed retained_gradient "
         "custom_op_with_autograd checkpoint_of_torch_inside numpy_copy numpy_custom_op "
         "hooks_inside save_on_cpu_inside argument_written"
     ),
     "vmap_grad": (
-        "routed_by_a_mask lstm moving_average_replaced early_exit "
+        "made_channels_last_inside checkpoints_of_torch_around_two_layers routed_by_a_mask "
+        "lstm moving_average_replaced early_exit "
         "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint logged_probe "
         "counter counter_assigned mean_read_then_halved queue_slice_transposed bernoulli "
         "last_result_stored last_mean_stored_after_use history_of_numbers hook_that_notes "
@@ -183,7 +193,8 @@ TORCH = {
         "sparse_values_shared functional_jvp_inside"
     ),
     "vjp": (
-        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint counter "
+        "checkpoints_of_torch_around_two_layers checkpoint_of_torch_around_a_region "
+        "attention_in_torchs_checkpoint counter "
         "counter_assigned mean_read_then_halved queue_slice_transposed retained_gradient "
         "custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside numpy_copy "
         "numpy_custom_op hooks_inside save_on_cpu_inside argument_written"
@@ -212,7 +223,8 @@ TORCH = {
         "sparse_values_shared"
     ),
     "grad_grad": (
-        "encoder_layer moving_average_replaced checkpoint_of_torch_around_a_region "
+        "checkpoints_of_torch_around_two_layers encoder_layer "
+        "moving_average_replaced checkpoint_of_torch_around_a_region "
         "attention_in_torchs_checkpoint attention counter counter_assigned "
         "mean_read_then_halved queue_slice_transposed cache_by_rows cache_of_the_first "
         "last_mean_stored_after_use retained_gradient custom_op_with_autograd "
@@ -268,7 +280,8 @@ TORCH = {
         "view_before_a_write diagonal_added_to written_through_detach data_replaced"
     ),
     "plain_over_grad": (
-        "encoder_layer checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint "
+        "checkpoints_of_torch_around_two_layers encoder_layer "
+        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint "
         "attention counter counter_assigned mean_read_then_halved queue_slice_transposed "
         "retained_gradient custom_op_with_autograd embedding_renormalized "
         "checkpoint_of_torch_inside numpy_copy numpy_custom_op hooks_inside save_on_cpu_inside "
@@ -282,7 +295,8 @@ TORCH = {
         "argument_written"
     ),
     "jvp_grad": (
-        "encoder_layer moving_average_replaced checkpoint_of_torch_around_a_region "
+        "checkpoints_of_torch_around_two_layers encoder_layer "
+        "moving_average_replaced checkpoint_of_torch_around_a_region "
         "attention_in_torchs_checkpoint attention counter counter_assigned "
         "mean_read_then_halved queue_slice_transposed cache_by_rows cache_of_the_first "
         "last_mean_stored_after_use retained_gradient sparse_product out_argument "
@@ -290,13 +304,14 @@ TORCH = {
         "numpy_custom_op hooks_inside save_on_cpu_inside sparse_values_shared argument_written"
     ),
     "vmap": (
-        "routed_by_a_mask lstm moving_average_replaced energy_and_forces early_exit "
+        "data_scaled routed_by_a_mask lstm moving_average_replaced energy_and_forces early_exit "
         "made_channels_last_inside forces_of_a_region logged_probe scripted_module bernoulli "
         "last_result_stored last_mean_stored_after_use history_of_numbers branch_on_a_number "
         "gru out_argument forces instance_norm memory_given_by_set"
     ),
     "value_and_grad": (
-        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint counter "
+        "checkpoints_of_torch_around_two_layers checkpoint_of_torch_around_a_region "
+        "attention_in_torchs_checkpoint counter "
         "counter_assigned mean_read_then_halved queue_slice_transposed retained_gradient "
         "custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside numpy_copy "
         "numpy_custom_op hooks_inside save_on_cpu_inside argument_written"
@@ -309,7 +324,8 @@ TORCH = {
         "hooks_inside save_on_cpu_inside argument_written"
     ),
     "grad_vmap": (
-        "routed_by_a_mask lstm moving_average_replaced energy_and_forces early_exit "
+        "made_channels_last_inside checkpoints_of_torch_around_two_layers routed_by_a_mask "
+        "lstm moving_average_replaced energy_and_forces early_exit "
         "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint forces_of_a_region "
         "logged_probe scripted_module counter counter_assigned mean_read_then_halved "
         "queue_slice_transposed bernoulli last_result_stored last_mean_stored_after_use "
@@ -318,7 +334,8 @@ TORCH = {
         "hooks_inside save_on_cpu_inside instance_norm memory_given_by_set data_scaled"
     ),
     "buffers": (
-        "energy_and_forces checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint "
+        "checkpoints_of_torch_around_two_layers energy_and_forces "
+        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint "
         "forces_of_a_region accumulating_backward_inside forces old_function "
         "attribute_on_a_context partly_saving_function checkpoint_of_torch_inside numpy_copy "
         "number_from_numpy raw_fill written_through_numpy map_in_place "
@@ -326,11 +343,11 @@ TORCH = {
         "save_on_cpu_inside dirty_function layer_that_accumulates_in_its_backward "
         "reversible_pair argument_written data_replaced"
     ),
-    "in_checkpoint": ("implicit_step gradient_inside argument_written"),
-    "in_scan": ("counter_assigned argument_written"),
-    "counted": ("implicit_step gradient_inside argument_written"),
+    "in_checkpoint": ("transform_inside_over_a_region implicit_step gradient_inside argument_written"),
+    "in_scan": ("queue_flat_view counter_assigned argument_written"),
+    "counted": ("transform_inside_over_a_region implicit_step gradient_inside argument_written"),
     "cloned": ("implicit_step transform_inside_over_a_region gradient_inside argument_written"),
-    "on_cpu": ("implicit_step gradient_inside argument_written"),
+    "on_cpu": ("transform_inside_over_a_region implicit_step gradient_inside argument_written"),
 }
 REFUSED = {
     way: frozenset([*names.split(), *(_NO_FUNC.split() if way in _FUNC.split() else ())])

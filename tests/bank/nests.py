@@ -105,7 +105,7 @@ def batch_norm_in_a_region_inside(m, x, y):
     return R(lambda x: m.bn(x).relu())(x) * R(lambda y: m.bn(y).sin())(y)
 
 
-@program("", "nests stores")
+@program("", "nests stores python")
 def region_that_escapes(m, x, y):
     def body(x):
         m.escaped.append(x.sin() * 2)
