@@ -151,7 +151,9 @@ def enter(facts: tuple[Any, ...], n: int | None, plan: Any, graph: Any) -> Calla
 def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> Any:
     name, where, rows, reverse, offload = facts
     schedule = rebuild(plan[0])
-    policy = forced.traced or (save_nothing if plan[1] is None else region_rebuild(plan[1]))
+    policy = forced.traced
+    if policy is None:
+        policy = save_nothing if plan[1] is None else region_rebuild(plan[1])
     if not isinstance(graph, torch.fx.GraphModule):
         # Dynamo gave the scan up for a graph break and now calls it with what it was given, in eager.
         options = {"length": n, "reverse": reverse, "offload": offload, "policy": policy}
