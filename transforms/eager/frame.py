@@ -87,6 +87,7 @@ class Frame(Packer):
     Attributes:
         recorder: what watches the forward; None once that is over.
         tape: the ops of the forward.
+        dead: saved values that no node has any more once the forward is over: those of dead code.
         direct: saved values that are simply there: the positions of those tensors from outside.
         kept: what is kept, by op.
         held: the tensors from outside that the backward needs, by their positions on the tape.
@@ -100,6 +101,7 @@ class Frame(Packer):
         read, later: what a pass that kept its graph has read, and what passes after such a one read again.
     """
 
+    dead: frozenset[int] = frozenset()
     read: frozenset[int] | None = None
     later: Any = frozenset()
 
@@ -148,7 +150,7 @@ class Frame(Packer):
             recorder = GuardMode(known.tape, known.kept, select, inputs.local, casts, region.decisions, begin)
             self.residuals = Residuals((), None) if known.residual else None
             simple = self.residuals is None and known.ends is None and not known.tape.sized_by_data
-            if simple and not region.cache.differentiates and inputs.hooks is None:
+            if simple and not (known.dead or region.cache.differentiates) and inputs.hooks is None:
                 pack = self.pack_expected
         self.recorder, recorder.local = recorder, {}
         if inputs.hooks is not None:
@@ -168,8 +170,15 @@ class Frame(Packer):
             self.values, self.task = {}, -1
         self.nodes = next_node() - self.start
         self.tape = recorder.tape
+        recorder.alive.clear()
         try:
-            if known is not None and isinstance(recorder, GuardMode) and recorder.followed:
+            # (Somebody may have what was dead in the call before.)
+            if (
+                known is not None
+                and isinstance(recorder, GuardMode)
+                and recorder.followed
+                and not any(map(self.is_held, known.dead))
+            ):
                 self._settle_as(known, recorder, out)
                 if unmet:
                     compare(self, recorder, out)
@@ -205,7 +214,7 @@ class Frame(Packer):
             tell(tensor)
         if self.region.cache.differentiates:
             recorder.alive[number] = tensor
-        if self.residuals is not None and not self.residuals.add(tensor):
+        if self.residuals is not None and not self.residuals.add(handle, tensor):
             self.residuals = None
         return handle
 
@@ -228,13 +237,15 @@ class Frame(Packer):
             return None
         held, kept = frozenset(self.held), frozenset(self.kept) | tape.lent
         ends = None if self.reach is None else self.reach.ends
-        residual, self.later = self.residuals is not None, set()
+        residual, dead, self.later = self.residuals is not None, self.dead, set()
         draws = any([node.draws for node in tape.nodes])
-        return CachedTrace(tape, program, kept, held, residual, ends, self.nodes, self.later, draws).shared()
+        made = CachedTrace(tape, program, kept, held, residual, ends, self.nodes, self.later, draws, dead)
+        return made.shared()
 
     def _settle_as(self, known: CachedTrace, recorder: GuardMode, out: Any) -> None:
         """The forward was the known one: keep what that kept."""
         self.program, self.direct, self.later = known.program, known.program.direct, known.later
+        self.dead = known.dead
         if self.residuals is not None:
             self.hold_residuals(self.residuals)
         else:
@@ -287,9 +298,8 @@ class Frame(Packer):
 
     def hold_residuals(self, residuals: Residuals) -> None:
         """Hold all that autograd saves as it is."""
-        for ref, tensor in zip(self.handles, residuals.tensors, strict=True):
-            if ref is not None and (handle := ref()) is not None:
-                handle.value = Held(tensor, self.region.name, users(self.inputs.hooks))
+        for handle, tensor in list(residuals.tensors.items()):
+            handle.value = Held(tensor, self.region.name, users(self.inputs.hooks))
         residuals.finish()
 
     # -- backward --------------------------------------------------------------------------------------

@@ -206,7 +206,8 @@ class Rerun:
         with unseen(tensor):
             alias = tensor.detach()
         self._check(at, alias)
-        self.values[at] = alias
+        if at not in self.frame.dead:
+            self.values[at] = alias
         if self.complete:
             raise Stop
         return alias

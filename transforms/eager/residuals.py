@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,6 +14,8 @@ from remat.transforms.ops import memory_of
 class Residuals:
     """The values that autograd saves, held while they are smaller than what they would be recomputed from.
 
+    A value goes with its handle, so that what only dead code has saved is neither held nor counted.
+
     Args:
         inputs: the region's arguments.
         recorder: what counts the bytes that a policy keeps; None holds the values in any case.
@@ -21,24 +24,31 @@ class Residuals:
     __slots__ = ("_limit", "_recorder", "_sizes", "bytes", "tensors")
 
     def __init__(self, inputs: Sequence[torch.Tensor], recorder: Any) -> None:
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
         self._sizes: set[int] = set()
         self._recorder, self._limit, self.bytes = recorder, bytes_of(inputs), 0
 
-    def add(self, tensor: torch.Tensor) -> bool:
+    def add(self, handle: Any, tensor: torch.Tensor) -> bool:
         """Hold one more value; whether they are still small enough."""
-        self.tensors.append(tensor)
+        self.tensors[handle] = tensor
         if self._recorder is None:
             return True
         key, size = _block(tensor)
         if key not in self._sizes:
             self._sizes.add(key)
             self.bytes += size
-        return self.bytes <= self._limit + self._recorder.kept_bytes
+        most = self._limit + self._recorder.kept_bytes
+        return self.bytes <= most or self.count() <= most
+
+    def count(self) -> int:
+        """Bytes of the values that are still there."""
+        blocks = dict(map(_block, list(self.tensors.values())))
+        self._sizes, self.bytes = set(blocks), sum(blocks.values())
+        return self.bytes
 
     def finish(self) -> None:
         """Somebody else holds the values now."""
-        self.tensors, self._recorder = [], None
+        self.tensors, self._recorder = WeakKeyDictionary(), None
 
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:

@@ -45,10 +45,11 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     recorder.share_around()
     frame.freed = recorder.freed()
     frame.raw, frame.replaced = recorder.raw_writes(), but_unmet(recorder)
+    frame.dead = frozenset([i for i in range(len(tape.packed)) if not frame.is_held(i)])
     frame.direct = steady(tape.direct(), recorder)
     wanted = computed(frame)
     needs = Needs(tape, sources(frame, wanted), recorder.kept)
-    held = set(frame.direct.values())
+    held = {at for i, at in frame.direct.items() if i not in frame.dead}
     if needs.whole:
         # The function is to run again: hold all arguments, and what stands in for its ops.
         frame.kept = dict(sorted(recorder.kept.items()))
@@ -122,8 +123,8 @@ def steady(direct: dict[int, int], recorder: Recorder) -> dict[int, int]:
 
 
 def computed(frame: Any) -> list[int]:
-    """The saved values that have to be made again: those from outside are held."""
-    return [i for i in range(len(frame.tape.packed)) if i not in frame.direct]
+    """The saved values that have to be made again: not those from outside, nor of dead code."""
+    return [i for i in range(len(frame.tape.packed)) if i not in frame.direct and i not in frame.dead]
 
 
 def sources(frame: Any, wanted: list[int]) -> set[int]:
@@ -144,7 +145,7 @@ def _prefers_residuals(frame: Any, recorder: Recorder, held: set[int]) -> bool:
     if residuals is None or not any(step.call for step in program.steps):
         return False
     needed = [recorder.outside[at] for at in held]
-    return residuals.bytes < bytes_of([*needed, *tensors_in(list(frame.kept.values()))])
+    return residuals.count() < bytes_of([*needed, *tensors_in(list(frame.kept.values()))])
 
 
 def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:

@@ -38,6 +38,7 @@ class CachedTrace:
         nodes: how many autograd nodes the forward made.
         later: the saved values that a backward in parts reads again, as far as one was seen.
         draws: whether any of its ops draws random numbers.
+        dead: the saved values of dead code, which no node had any more once the forward was over.
     """
 
     tape: Tape
@@ -49,13 +50,14 @@ class CachedTrace:
     nodes: int
     later: set[int]
     draws: bool
+    dead: frozenset[int]
 
     def shared(self) -> CachedTrace:
         """The same on the tape of a region that is alike, as are the layers of a model: its memory is taken
         once, and the processor's caches have it from the layer before."""
         tape, program = self.tape, self.program
         ops = hash(tuple([node.op for node in tape.nodes]))
-        key = (tape.region, ops, len(tape.packed), self.kept, self.held, *program.kept)
+        key = (tape.region, ops, len(tape.packed), self.kept, self.held, self.dead, *program.kept)
         other, made = _shared.get(key), self
         if other is not None and same_tape(tape, other.tape) and program.copied == other.program.copied:
             made = replace(self, tape=other.tape, program=other.program)

@@ -80,6 +80,7 @@ class Program:
 
     __slots__ = (
         "_anew",
+        "_wanted",
         "constants",
         "copied",
         "direct",
@@ -102,7 +103,7 @@ class Program:
         self.writes = {root for step in self.steps if step.call for root in tape.nodes[step.at].written}
         self.kept = dict.fromkeys([step.at for step in self.steps if step.call is None])
         self.draws = any(step.draws for step in self.steps)
-        self.direct = tape.direct()
+        self.direct, self._wanted = tape.direct(), wanted
         self.first: list[tuple[int, int]] = []  # wanted values that are there before any step
         self._anew: frozenset[int] | None = None
         self._take(wanted)
@@ -110,9 +111,9 @@ class Program:
 
     @property
     def anew(self) -> frozenset[int]:
-        """Positions of the tensors from outside that all saved values take if nothing is kept."""
+        """Positions of the tensors from outside that its values take if nothing is kept."""
         if self._anew is None:
-            places = [place for i, place in enumerate(self.tape.packed) if i not in self.direct]
+            places = [self.tape.packed[i] for i in self._wanted if i not in self.direct]
             sources = {at for place in places for at in self.tape.sources(*place)}
             self._anew = Needs(self.tape, sources, {}).outside
         return self._anew
