@@ -56,7 +56,17 @@ def panel_table(panel: Panel) -> str:
             shown(value("gradient difference"), lambda r: f"{r.value:.0e}"),
         )
 
-    return table(heads, map(line, panel.peers))
+    return table(heads, map(line, panel.peers if is_held_against_jax(panel) else not_jax(panel)))
+
+
+def is_held_against_jax(panel: Panel) -> bool:
+    """Whether JAX's rows say something: on a CPU XLA drops the barrier, and only beside JAX without a checkpoint
+    one sees what is left of it."""
+    return panel.rows[0].device != "cpu" or panel.value("jax none", "step") is not None
+
+
+def not_jax(panel: Panel) -> list[str]:
+    return [peer for peer in panel.peers if not peer.startswith("jax ")]
 
 
 def fronts_table(results: Results) -> str:

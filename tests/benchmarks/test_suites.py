@@ -405,6 +405,15 @@ def test_a_report_is_made_of_the_csv(tmp_path: Path) -> None:
     assert report(tmp_path) == (readme, docs)
 
 
+def test_jax_without_a_checkpoint_stands_beside_jax_with_one(tmp_path: Path) -> None:
+    cases = [case for suite in SUITES.values() for case in suite() if case.kind == "panel"]
+    with_jax = [case.peers for case in cases if any(peer.startswith("jax ") for peer in case.peers)]
+    assert with_jax and all("jax none" in peers for peers in with_jax)
+    # Of a CPU's results that have it not, JAX's rows are left out.
+    readme, _ = report(tmp_path)
+    assert "`save_matmuls`" in readme and "jax save_matmuls" not in readme
+
+
 def test_targets_are_told_with_how_much_they_were_missed_by(tmp_path: Path) -> None:
     report(tmp_path)
     results = Results.load(tmp_path / "quick.csv")
