@@ -76,6 +76,7 @@ from remat.transforms.tape import (
     Tape,
     holders,
     holds,
+    standing_for,
 )
 
 _NOTHING = contextlib.nullcontext()
@@ -88,6 +89,7 @@ class Frame(Packer):
         recorder: what watches the forward; None once that is over.
         tape: the ops of the forward.
         dead: saved values that no node has any more once the forward is over: those of dead code.
+        hollow: saved values of which nodes read the shape alone.
         direct: saved values that are simply there: the positions of those tensors from outside.
         kept: what is kept, by op.
         held: the tensors from outside that the backward needs, by their positions on the tape.
@@ -102,6 +104,7 @@ class Frame(Packer):
     """
 
     dead: frozenset[int] = frozenset()
+    hollow: frozenset[int] = frozenset()
     read: frozenset[int] | None = None
     later: Any = frozenset()
 
@@ -237,15 +240,15 @@ class Frame(Packer):
             return None
         held, kept = frozenset(self.held), frozenset(self.kept) | tape.lent
         ends = None if self.reach is None else self.reach.ends
-        residual, dead, self.later = self.residuals is not None, self.dead, set()
+        residual, unread, self.later = self.residuals is not None, (self.dead, self.hollow), set()
         draws = any([node.draws for node in tape.nodes])
-        made = CachedTrace(tape, program, kept, held, residual, ends, self.nodes, self.later, draws, dead)
+        made = CachedTrace(tape, program, kept, held, residual, ends, self.nodes, self.later, draws, *unread)
         return made.shared()
 
     def _settle_as(self, known: CachedTrace, recorder: GuardMode, out: Any) -> None:
         """The forward was the known one: keep what that kept."""
         self.program, self.direct, self.later = known.program, known.program.direct, known.later
-        self.dead = known.dead
+        self.dead, self.hollow = known.dead, known.hollow
         if self.residuals is not None:
             self.hold_residuals(self.residuals)
         else:
@@ -299,6 +302,8 @@ class Frame(Packer):
     def hold_residuals(self, residuals: Residuals) -> None:
         """Hold all that autograd saves as it is."""
         for handle, tensor in list(residuals.tensors.items()):
+            if handle.at in self.hollow:
+                continue
             handle.value = Held(tensor, self.region.name, users(self.inputs.hooks))
         residuals.finish()
 
@@ -320,6 +325,9 @@ class Frame(Packer):
             return input.get(self.inputs, there)
         task = graph_task()
         if at not in self.values or (task != self.task and not resumed(self, task, at)):
+            if at in self.hollow:
+                meta = self.tape.meta_of(self.tape.packed[at][0])
+                return quiet(standing_for, meta, self.shapes.get(at, meta[0]))
             self._fill(at, task)
         value = self.values.pop(at)
         # Autograd saves no inference tensors: every value has a version.
@@ -399,7 +407,8 @@ class Frame(Packer):
         if self.reach is None or graph_task() == -1:
             return None
         idle = self.reach.idle_now()
-        return {i for i, owner in enumerate(self.tape.owners) if owner not in idle and self.is_held(i)}
+        owners = enumerate(self.tape.owners)
+        return {i for i, o in owners if o not in idle and i not in self.hollow and self.is_held(i)}
 
     def is_held(self, i: int) -> bool:
         """Whether saved value `i` may still be asked for."""

@@ -206,7 +206,7 @@ class Rerun:
         with unseen(tensor):
             alias = tensor.detach()
         self._check(at, alias)
-        if at not in self.frame.dead:
+        if at not in self.frame.dead and at not in self.frame.hollow:
             self.values[at] = alias
         if self.complete:
             raise Stop

@@ -40,6 +40,11 @@ class Residuals:
         most = self._limit + self._recorder.kept_bytes
         return self.bytes <= most or self.count() <= most
 
+    def leave(self, places: frozenset[int]) -> None:
+        """Do not hold these values."""
+        for handle in [handle for handle in self.tensors if handle.at in places] if places else ():
+            del self.tensors[handle]
+
     def count(self) -> int:
         """Bytes of the values that are still there."""
         blocks = dict(map(_block, list(self.tensors.values())))

@@ -28,6 +28,7 @@ from remat.transforms.tape import (
     Replaced,
     held_values,
     may_be_absent,
+    read_for_shape,
     report,
     sent_away,
 )
@@ -46,10 +47,11 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     frame.freed = recorder.freed()
     frame.raw, frame.replaced = recorder.raw_writes(), but_unmet(recorder)
     frame.dead = frozenset([i for i in range(len(tape.packed)) if not frame.is_held(i)])
+    frame.hollow = read_for_shape(tape, outs, frame.start) - frame.dead
     frame.direct = steady(tape.direct(), recorder)
     wanted = computed(frame)
     needs = Needs(tape, sources(frame, wanted), recorder.kept)
-    held = {at for i, at in frame.direct.items() if i not in frame.dead}
+    held = {at for i, at in frame.direct.items() if i not in frame.dead and i not in frame.hollow}
     if needs.whole:
         # The function is to run again: hold all arguments, and what stands in for its ops.
         frame.kept = dict(sorted(recorder.kept.items()))
@@ -123,8 +125,9 @@ def steady(direct: dict[int, int], recorder: Recorder) -> dict[int, int]:
 
 
 def computed(frame: Any) -> list[int]:
-    """The saved values that have to be made again: not those from outside, nor of dead code."""
-    return [i for i in range(len(frame.tape.packed)) if i not in frame.direct and i not in frame.dead]
+    """The saved values that have to be made again: not those from outside, nor what nobody reads."""
+    others = frame.direct.keys() | frame.dead | frame.hollow
+    return [i for i in range(len(frame.tape.packed)) if i not in others]
 
 
 def sources(frame: Any, wanted: list[int]) -> set[int]:
@@ -145,6 +148,7 @@ def _prefers_residuals(frame: Any, recorder: Recorder, held: set[int]) -> bool:
     if residuals is None or not any(step.call for step in program.steps):
         return False
     needed = [recorder.outside[at] for at in held]
+    residuals.leave(frame.hollow)
     return residuals.count() < bytes_of([*needed, *tensors_in(list(frame.kept.values()))])
 
 

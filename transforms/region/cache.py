@@ -39,6 +39,7 @@ class CachedTrace:
         later: the saved values that a backward in parts reads again, as far as one was seen.
         draws: whether any of its ops draws random numbers.
         dead: the saved values of dead code, which no node had any more once the forward was over.
+        hollow: the saved values of which nodes read the shape alone.
     """
 
     tape: Tape
@@ -51,13 +52,23 @@ class CachedTrace:
     later: set[int]
     draws: bool
     dead: frozenset[int]
+    hollow: frozenset[int]
 
     def shared(self) -> CachedTrace:
         """The same on the tape of a region that is alike, as are the layers of a model: its memory is taken
         once, and the processor's caches have it from the layer before."""
         tape, program = self.tape, self.program
         ops = hash(tuple([node.op for node in tape.nodes]))
-        key = (tape.region, ops, len(tape.packed), self.kept, self.held, self.dead, *program.kept)
+        key = (
+            tape.region,
+            ops,
+            len(tape.packed),
+            self.kept,
+            self.held,
+            self.dead,
+            self.hollow,
+            *program.kept,
+        )
         other, made = _shared.get(key), self
         if other is not None and same_tape(tape, other.tape) and program.copied == other.program.copied:
             made = replace(self, tape=other.tape, program=other.program)

@@ -29,6 +29,10 @@ from remat.transforms.tape.replay import (
     Replay,  # hands out kept values where a region's function runs again
     may_be_absent,  # the ops that a second run may leave out
 )
+from remat.transforms.tape.shapes import (
+    read_for_shape,  # the saved values whose shape is all that their nodes read
+    standing_for,  # what autograd gets for one: its shape, in the memory of one element
+)
 from remat.transforms.tape.snapshots import (
     Held,  # a value of a region, held until the backward
     WriteNotes,  # around a forward that nobody records: strays, and what writes to memory from outside
