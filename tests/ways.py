@@ -92,8 +92,15 @@ AROUND: dict[str, Callable[[], Any]] = {"mode": Changes, "inference": torch.infe
 AROUND_FORWARD: dict[str, Callable[[], Any]] = {
     "mode forward": Changes,
     "clones": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
-    "clones back": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.clone()),
+    "clones back": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: (t, t._version), unwritten),
 }
+
+
+def unwritten(packed: tuple[Tensor, int]) -> Tensor:
+    """A clone of what was saved; autograd does not count what is written to it where there are hooks."""
+    if packed[0]._version != packed[1]:
+        raise RuntimeError("what was saved was written to")
+    return packed[0].clone()
 
 
 @contextlib.contextmanager
@@ -146,7 +153,7 @@ class Pass:
         with regions(self.ours), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # A sparse product under autocast is another one under any dispatch mode: torch's own.
-            casts = step["autocast"] and "to_sparse" not in self.source
+            casts = step["autocast"] and "sparse" not in self.source
             cast = torch.autocast("cpu", torch.bfloat16) if casts else contextlib.nullcontext()
             module = getattr(self.model, "lin", None) if step["fetched"] else None
             with cast, AROUND.get(step["around"], contextlib.nullcontext)(), fetched(module):
@@ -240,7 +247,7 @@ TORCHS = re.compile(
     "must implement the jvp function|vmap: (inplace arithmetic|index_put_|scatter_add_|aten::index_copy_)"
     "|Batching rule not implemented|Trying to use forward AD with _sparse_addmm"
     r"|attempting to call Tensor.requires_grad_\(\)|Vmap does not currently support same randomness"
-    "|value out of a tracing tensor"
+    "|value out of a tracing tensor|what was saved was written to"
     "|Nested forward mode AD|derivative for .* is not implemented|A carry must have the same shape"
 )
 # Of programs with a transform or a scan inside alone: else an error of this kind is a region's.

@@ -6,11 +6,14 @@ make fuzz ARGS='--seeds 0:1000 --modes eager,func,aot_eager,inductor --out out/f
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +31,8 @@ MODES = {
     "inductor": ("compile", "inductor"),
 }
 
+SECONDS = 900  # for one program, made small
+
 
 def short(message: str) -> str:
     """A message without names and numbers, to count by."""
@@ -43,6 +48,45 @@ def one(seed: int, mode: str) -> Verdict:
     if verdict.kind == "failed" and "at most bytes" in verdict.what:
         return Verdict("memory", verdict.what)
     return verdict
+
+
+def in_processes(seeds: range, mode: str, options: argparse.Namespace) -> Iterator[tuple[int, Verdict]]:
+    """Each program's verdict. They run in one process, and in a new one after a program that ends it."""
+    while seeds:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        arguments = seeds, mode, options, theirs
+        process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+        process.start()
+        theirs.close()
+        what = f"not done in {SECONDS} s"
+        try:
+            while seeds and ours.poll(SECONDS):
+                yield ours.recv()
+                seeds = seeds[1:]
+        except EOFError:
+            process.join()
+            what = f"the process ended with {process.exitcode}"
+        finally:
+            if seeds:
+                process.kill()
+            process.join()
+        if seeds:
+            path = save(options.out, draw(seeds[0], MODES[mode][0]), Verdict("ended", what), MODES[mode][1])
+            print(path, what, flush=True)
+            yield seeds[0], Verdict("ended", what)
+            seeds = seeds[1:]
+
+
+def work(seeds: range, mode: str, options: argparse.Namespace, pipe: Any) -> None:
+    flavour, backend = MODES[mode]
+    for seed in seeds:
+        verdict = one(seed, mode)
+        if verdict.kind in ("failed", "memory") or (options.refused and verdict.kind == "refused"):
+            program = draw(seed, flavour)
+            if not options.no_shrink:
+                program = shrink(program, verdict, backend)
+            print(save(options.out, program, verdict, backend), verdict.what[:200], flush=True)
+        pipe.send((seed, verdict))
 
 
 def main(arguments: list[str]) -> int:
@@ -63,27 +107,20 @@ def main(arguments: list[str]) -> int:
         torch.set_default_device(options.device)  # what programs make without a word of where
     failed = 0
     for mode in options.modes.split(","):
-        flavour, backend = MODES[mode]
         kinds: Counter[str] = Counter()
         refused: Counter[str] = Counter()
         start = time.monotonic()
-        for seed in range(first, last):
-            if time.monotonic() - start > options.seconds:
-                break
-            verdict = one(seed, mode)
+        for _, verdict in in_processes(range(first, last), mode, options):
             kinds[verdict.kind] += 1
             if verdict.kind == "refused":
                 refused[short(verdict.what)] += 1
-            if verdict.kind in ("failed", "memory") or (options.refused and verdict.kind == "refused"):
-                program = draw(seed, flavour)
-                if not options.no_shrink:
-                    program = shrink(program, verdict, backend)
-                print(save(options.out, program, verdict, backend), verdict.what[:200], flush=True)
+            if time.monotonic() - start > options.seconds:
+                break
         each = 1e3 * (time.monotonic() - start) / max(1, kinds.total())
         print(f"{mode}: {dict(kinds)}, {each:.0f} ms each")
         for message, count in refused.most_common():
             print(f"  refused {count}: {message}")
-        failed += kinds["failed"]
+        failed += kinds["failed"] + kinds["ended"]
     return min(failed, 1)
 
 

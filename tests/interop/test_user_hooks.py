@@ -453,3 +453,45 @@ def test_a_backward_inside_of_regions_in_regions_in_torchs_checkpoint():
     expected = gradients(lambda x: forces(x, lambda fn: fn))
     got = gradients(checkpointed(region))
     torch.testing.assert_close(got, expected)
+
+
+# -- regions under vmap --------------------------------------------------------------------------------
+
+W = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+UNREAD: dict[str, Function] = {
+    "no operand is read": lambda a, b: a * 2.0,
+    "the other is read": lambda a, b: a.sin() + b,
+    "a weight is differentiated": lambda a, b: W.sin()[:3] * 2 + b,
+    "a view": lambda a, b: a.t().exp().t() + b[:1],
+}
+READING: dict[str, Any] = {
+    "clones": (lambda t: t.clone(), lambda t: t),
+    "clones back": (lambda t: t, lambda t: t.clone()),
+    "sums": (lambda t: (t, t.double().sum().item()), lambda packed: packed[0]),
+    "as numbers": (lambda t: (t.detach().tolist(), t), lambda packed: packed[1]),
+}
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a region"])
+@pytest.mark.parametrize("hooks", READING)
+@pytest.mark.parametrize("name", UNREAD)
+def test_hooks_are_given_no_tensor_without_memory(name: str, hooks: str, nested: bool, policy: Any) -> None:
+    """What a region under `vmap` holds for its backward has memory, if hooks are given it: they read it."""
+    x = torch.linspace(-2, 2, 12).view(3, 4).requires_grad_()
+    y = x.detach().cos()
+
+    def run(wrap: Function, outer: Function) -> list[Any]:
+        mapped = torch.func.vmap(wrap(UNREAD[name]))
+        fn = outer(lambda x, y: mapped(torch.stack([x, y]), torch.stack([y, y])).sum(0))
+        found = []
+        for _ in range(2):
+            with saved_tensors_hooks(*READING[hooks]):
+                out = fn(x, y)
+            found += torch.autograd.grad(out.sin().sum(), [x, W], allow_unused=True)
+        return found
+
+    region = lambda fn: remat(fn, policy=policy)  # noqa: E731
+    expected = run(plainly, plainly)
+    for found, right in zip(run(region, region if nested else plainly), expected, strict=True):
+        assert (found is None and right is None) or torch.equal(found, right)

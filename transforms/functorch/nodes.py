@@ -120,9 +120,13 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
     # What the region wrote to may be written to again: a snapshot has what it was before.
     source = residuals or prim.source
     written = () if source is None or source.recorded is None else source.recorded.written
-    ctx.written = {i: rewrapped(operands[i], _unversioned) for i in written if needed[i]}
-    pairs = enumerate(zip(operands, needed, strict=True))
-    ctx.save_for_backward(*[t if keep and i not in written else hollow_operand(t) for i, (t, keep) in pairs])
+    # Hooks of the user's are given what is saved; they may read it, and what is hollow has no memory.
+    ctx.apart = {
+        i: rewrapped(t, _unversioned) if keep else hollow_operand(t)
+        for i, (t, keep) in enumerate(zip(operands, needed, strict=True))
+        if i in written or not keep
+    }
+    ctx.save_for_backward(*[t for i, t in enumerate(operands) if i not in ctx.apart])
 
 
 def _unversioned(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,7 +186,7 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     if ctx.residuals is not None and not graph_kept():
         # Freed as the backward goes, like autograd's own saved values.
         ctx.residuals = Residuals() if ctx.residuals.recorded is None else None
-        ctx.prim, ctx.written = replace(ctx.prim, body=_freed), {}
+        ctx.prim, ctx.apart = replace(ctx.prim, body=_freed), {}
     for place, (i, grad) in enumerate(zip(mask, made, strict=True)):
         # Nothing goes on to where no gradient is.
         grads[first + i] = None if place in body.unused else grad
@@ -192,9 +196,12 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
 def _saved(ctx: Any) -> Tensors:
     try:
         saved = ctx.saved_tensors
-        if not (written := getattr(ctx, "written", None)):
+        if ctx.prim.body is _freed:
+            _freed()
+        if not (apart := getattr(ctx, "apart", None)):
             return saved
-        return [written.get(i, t) for i, t in enumerate(saved)]
+        others = iter(saved)
+        return [apart[i] if i in apart else next(others) for i in range(len(saved) + len(apart))]
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise

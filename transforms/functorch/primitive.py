@@ -328,13 +328,14 @@ def with_memory(operands: Tensors) -> Iterator[None]:
     with functions_as_they_are():
         # (A subclass of somebody else's may have no storage.)
         hollow = [t for t in operands if t.numel() and (m := memory_of(t)) is not None and not m.nbytes()]
-    for tensor in hollow:
-        tensor.untyped_storage().resize_(span(tensor.shape, tensor.stride()) * tensor.element_size())
+        for tensor in hollow:
+            tensor.untyped_storage().resize_(span(tensor.shape, tensor.stride()) * tensor.element_size())
     try:
         yield
     finally:
-        for tensor in hollow:
-            tensor.untyped_storage().resize_(0)
+        with functions_as_they_are():
+            for tensor in hollow:
+                tensor.untyped_storage().resize_(0)
 
 
 def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, randomness: str) -> Body:

@@ -18,6 +18,7 @@ from remat.transforms.compat import (
     add_batch_dim,
     dual_level_known,
     dual_level_known_if_any,
+    functions_as_they_are,
     hooks_aside,
     is_batched,
     is_dead,
@@ -172,7 +173,8 @@ def hollow_operand(tensor: torch.Tensor) -> torch.Tensor:
     def empty(bottom: torch.Tensor) -> torch.Tensor:
         # A factory's result is wrapped by the level at hand.
         made = unwrapped(quiet(hollow, metadata(bottom)))
-        made.untyped_storage().resize_(0)
+        with functions_as_they_are():  # no region around has its function open this memory
+            made.untyped_storage().resize_(0)
         return made
 
     return rewrapped(tensor, empty)
