@@ -60,8 +60,8 @@ def panel_table(panel: Panel) -> str:
 
 
 def is_held_against_jax(panel: Panel) -> bool:
-    """Whether JAX's rows say something: on a CPU XLA drops the barrier, and only beside JAX without a checkpoint
-    one sees what is left of it."""
+    """Whether JAX's rows say something: on a CPU XLA drops the barrier, so what is left of a checkpoint shows
+    only beside JAX without one."""
     return panel.rows[0].device != "cpu" or panel.value("jax none", "step") is not None
 
 

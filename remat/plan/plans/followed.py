@@ -98,6 +98,11 @@ class Following(Policy):
         # What nothing is known of is to be told of; another function's trace would tell nobody.
         return self.known is not None and not self.plans
 
+    @property
+    def recomputes_nothing(self) -> bool:
+        """Whether all that costs anything is kept on the device."""
+        return bool(self.plans) and all(plan.cost == 0 and not plan.sent for plan in self.plans)
+
     @functools.cached_property
     def key(self) -> Hashable:
         """What those of the same plans have in common, whatever each learns."""
