@@ -17,15 +17,18 @@ from torch.overrides import TorchFunctionMode
 
 from remat.transforms.compat import (
     DispatchMode,
+    code_seen,
     function_state,
     functions_as_they_are,
     functions_off,
     is_strided,
     is_wrapped,
     profiling,
+    seen_as_one_op,
     set_function_state,
     sharding_aside,
     storage_key,
+    traced_by_dynamo,
 )
 from remat.transforms.sharded import is_wrapper, local_tensors, wraps
 
@@ -121,7 +124,10 @@ class Mode(DispatchMode):
         stack = active.__dict__.setdefault("stack", [])
         self.parent = stack[-1] if stack else None
         stack.append(self)
-        return super().__enter__()
+        # As the base does, without going there: a mode begins in each call of a region.
+        if not code_seen and "torch._dynamo" in sys.modules:
+            seen_as_one_op(DispatchMode)
+        return super(DispatchMode, self).__enter__()
 
     def __exit__(self, *exc: Any) -> Any:
         active.stack.pop()
@@ -283,7 +289,7 @@ class MemoryWatch(TorchFunctionMode):
     """Around a forward in plain autograd: notices what goes past torch's dispatcher."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _no_doors and _may_be_door(func):
+        if not traced_by_dynamo() and func not in _no_doors and _may_be_door(func):
             notice(func, args)
         return func(*args, **kwargs) if kwargs else func(*args)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from remat.transforms.caches import BoundedCache
-from remat.transforms.compat import OpOverload, functions_as_they_are
+from remat.transforms.compat import COMPILED_CODE, OpOverload, functions_as_they_are
 from remat.transforms.objects import is_tensor
 from remat.transforms.placeholders import Meta
 
@@ -90,6 +90,8 @@ class Traits:
         self.sized_by_data = torch.Tag.dynamic_output_shape in tags or self.may_draw and not self.random
         self.collective = getattr(op, "namespace", "") in _OUTSIDE
         self.outside = self.collective or self.functional or (ours and name.startswith(_CHECKS))
+        if op is COMPILED_CODE:
+            self.writes = (1,)  # of its inputs, as it says
         if schema is None:
             return
         self.writes = tuple(
@@ -213,6 +215,8 @@ def targets(facts: Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
     for where in facts.writes:
         if isinstance(where, str):
             yield from tensors_in(kwargs.get(where))
+        elif facts.higher_order:
+            yield from args[0].written(args[where])
         elif where < len(args):
             yield from tensors_in(args[where])
 

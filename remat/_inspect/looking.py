@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from remat._core import isolating
 from remat.transforms import targets, traits
 from remat.transforms.compat import (
-    TorchDispatchMode,
+    DispatchMode,
     functions_as_they_are,
     is_strided,
     is_wrapped,
@@ -122,7 +122,7 @@ def _size(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if is_strided(tensor) else 0
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(DispatchMode):
     """Undoes, at its end, what ops inside wrote into tensors from outside, such as running statistics."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from remat.transforms import (
 )
 from remat.transforms.closure import by_storage
 from remat.transforms.compat import (
-    TorchDispatchMode,
+    DispatchMode,
     in_transform,
     is_strided,
     listed,
@@ -272,7 +272,7 @@ class _Token:
         self.tensor = tensor
 
 
-class _Makers(TorchDispatchMode):
+class _Makers(DispatchMode):
     """Remembers which op and which line made each block of memory."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from remat._core import Mark as Mark
 from remat._core import Memory as Memory
 from remat._core import OpInfo, describe
 from remat._core import trace_memory as trace_memory
-from remat.transforms.compat import TorchDispatchMode
+from remat.transforms.compat import DispatchMode
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ BOOKKEEPING = {
 }
 
 
-class Work(TorchDispatchMode):
+class Work(DispatchMode):
     """A dispatch mode that counts the aten ops run under it (views and bookkeeping aside) and their FLOPs.
 
     Example:

@@ -7,11 +7,6 @@ from remat.transforms.closure.bindings import (
     reached,  # everything that functions, modules and containers lead to
     standing_in,  # a function with other tensors in the place of those it captures
 )
-from remat.transforms.closure.cond import (
-    cond_met,  # whether torch.cond was ever called in a region
-    kept_whole,  # within, torch.cond does not compile itself, so that torch-function modes meet it
-    not_compiled,  # whether `error` is Dynamo's about the first torch.cond in a region
-)
 from remat.transforms.closure.convert import (
     MOST_TRIES,  # how often a region starts over with one more captured tensor among its operands
     ClosureConversion,  # puts operands in the place of captured tensors, refuses other captured ones

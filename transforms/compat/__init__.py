@@ -115,6 +115,14 @@ from remat.transforms.compat.autograd import (
     watch_transforms,  # have that asked from now on, or no more
     wrap_for_grad,  # wrap a tensor for a level of grad or jvp
 )
+from remat.transforms.compat.compiled_code import (
+    COMPILED_CODE,  # the op that Inductor's code is to modes
+    code_seen,  # whether they see it so
+    compiled_branches,  # have compiled functions run compiled in branches of torch.cond
+    intercept_compiled_cond,  # have torch.cond compile itself no more in some places
+    seen_as_one_op,  # have them see it so
+    uncompiled_calls,  # have compiled functions run as Python in this thread for a while
+)
 from remat.transforms.compat.cpu import (
     compiled_for_cpu,  # a graph compiled by Inductor for the CPU, without AOTAutograd around it
     fits_cpu,  # whether a graph and its inputs can be compiled so
@@ -167,11 +175,10 @@ from remat.transforms.compat.looks import (
     resize_storage,  # give a storage another size, which nobody is told of
 )
 from remat.transforms.compat.modes import (
-    DispatchMode,  # a dispatch mode without the switch that torch wraps around each of its calls
+    DispatchMode,  # the base of every dispatch mode: compiled functions under it run compiled
     HigherOrderOperator,  # an operator on functions
     OpOverload,  # an op
     OpOverloadPacket,  # all overloads of an op
-    TorchDispatchMode,  # torch's own base class of dispatch modes
     active_modes,  # those modes, outermost first
     cond,  # the operator that torch.cond calls
     direct_call,  # what calling `op` comes down to, without the Python method in between
@@ -185,8 +192,8 @@ from remat.transforms.compat.modes import (
     modes_active,  # how many dispatch modes are active, torch's own for tracing included
     outside_all_modes,  # step out of every dispatch mode and functorch level
     traced_as_it_runs,  # whether make_fx writes down what runs now, and no compiler has asked for it
+    traced_by_dynamo,  # whether Dynamo looks into a torch-function mode of ours
     uncompiled,  # a function of which Dynamo compiles no frame, nor of what it calls
-    uncompiled_branches,  # keeps Dynamo from the branches of torch.cond
     unseen,  # within, ops on `tensor` reach no dispatch mode
     watched,  # whether hooks or a dispatch mode follow what runs here
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,10 +22,10 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator  # torch has n
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._ops import _compute_keyset
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from remat.transforms.compat.autograd import hooks_allowed, is_tracing, top_hooks
+from remat.transforms.compat.compiled_code import code_seen, seen_as_one_op
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,13 +46,22 @@ def uncompiled(function: F) -> F:
 
 # -- dispatch modes -----------------------------------------------------------------------------------
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode without the switch that torch wraps around each of its calls.
+    """The base of every dispatch mode here.
 
-    The switch turns Dynamo off inside; it costs more than the rest of a call, and imports Dynamo at the
-    first.
+    It has not the switch that torch wraps around each call of a mode, which turns Dynamo off inside: that
+    costs more than the rest of a call, and imports Dynamo at the first.
     """
 
     supports_higher_order_operators = True
+    # What torch.compile has compiled runs compiled: Dynamo leaves a function alone for good that it meets
+    # under a mode which answers False. (Selective checkpointing answers so, too.) Torch asks where a mode
+    # begins, in each call of a region: this is True without a call of Python.
+    ignore_compile_internals: Any = staticmethod(True.__bool__)
+
+    def __enter__(self) -> Any:
+        if not code_seen:
+            seen_as_one_op(DispatchMode)
+        return super().__enter__()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -64,6 +72,11 @@ class DispatchMode(TorchDispatchMode):
         if "__torch_dispatch__" in cls.__dict__:
             # torch.cond compiles itself in eager code: Dynamo meets this frame below it, to be left alone.
             uncompiled(cls.__dict__["__torch_dispatch__"])
+
+
+# Whether Dynamo traces the code that asks. It looks into torch-function modes that are on where a compiled
+# function is called: one of ours adds nothing to that function's graph.
+traced_by_dynamo: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 
 def traced_as_it_runs() -> bool:
@@ -111,25 +124,6 @@ _bindings = {
 
 # The operator that torch.cond calls: what torch-function modes see of it.
 cond: Any = cond_op
-
-
-@contextlib.contextmanager
-def uncompiled_branches() -> Iterator[None]:
-    """Within, Dynamo looks at nothing, and afterwards it compiles torch.cond again where no mode is active.
-
-    torch.cond has Dynamo look at what it calls. Under a dispatch mode Dynamo leaves those frames, and marks
-    their code to be left for good: later calls of torch.cond, without any mode, then fail.
-    """
-    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[reportAttributeAccessIssue]
-    before = frames.set_eval_frame(None)
-    try:
-        yield
-    finally:
-        frames.set_eval_frame(before)
-        usual = frames._FrameAction.DEFAULT
-        for code in torch.cond.__code__.co_consts:
-            if isinstance(code, types.CodeType):
-                frames.set_code_exec_strategy(code, frames._FrameExecStrategy(usual, usual))
 
 
 def intercept_under_modes(op: Any, kernel: Callable[..., Any]) -> None:

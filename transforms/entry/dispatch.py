@@ -19,12 +19,9 @@ from remat.transforms.closure import (
     Stored,
     as_operand,
     captured,
-    cond_met,
-    kept_whole,
     known_around,
     made_for,
     made_inside,
-    not_compiled,
     reached,
     refuse_given,
     results_of,
@@ -252,7 +249,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
                 region.cache.by_levels = True
             elif "would mutate a captured Tensor" in str(error) and not region.cache.writes_operands:
                 region.cache.writes_operands = True
-            elif not not_compiled(error):
+            else:
                 raise
         for mode, first in begun:
             mode.leave()
@@ -421,7 +418,6 @@ class FlatCall:
             else contextlib.nullcontext(),
             standing_in(self.region.function, given) as function,
             conversion,
-            kept_whole() if cond_met.is_set() else contextlib.nullcontext(),
         ):
             if self.stored is not None:
                 self.stored.begins_again((function, *self.others))

@@ -8,6 +8,7 @@ which is a primitive again.
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from remat.transforms.compat import (
     next_node,
     outside_inference,
     uncompiled,
+    uncompiled_calls,
     unwrap_for_grad,
     unwrap_once,
     unwrapped,
@@ -97,10 +99,12 @@ def grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
 def _run(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a primitive's body, in eager or where else its family lives."""
     world = prim.family.world
-    if prim.pulls:
-        return _pull(prim, operands) if world is None else world.pull(prim, operands)
-    with inside():
-        outs = _forward(prim, operands) if world is None else world.forward(prim, operands)
+    compiling = world is None and "torch._dynamo" in sys.modules
+    with uncompiled_calls() if compiling else contextlib.nullcontext():
+        if prim.pulls:
+            return _pull(prim, operands) if world is None else world.pull(prim, operands)
+        with inside():
+            outs = _forward(prim, operands) if world is None else world.forward(prim, operands)
     # A result that is an operand itself would be taken for an in-place result by autograd.Function.
     taken = {id(t) for t in operands}
     return tuple([torch.ops.aten.alias.default(t) if id(t) in taken else t for t in outs])

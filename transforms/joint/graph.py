@@ -16,7 +16,7 @@ import torch
 
 from remat.transforms.closure import trial
 from remat.transforms.compat import (
-    TorchDispatchMode,
+    DispatchMode,
     at_hand,
     autocasting,
     fake_mode,
@@ -47,10 +47,9 @@ def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(map(at_hand, tensor.shape))
 
 
-class JointRecorder(TorchDispatchMode):
+class JointRecorder(DispatchMode):
     """Writes down every op below autograd, with values numbered by tensor identity."""
 
-    supports_higher_order_operators = True
     plans = True
 
     def __init__(self, stand_ins: Any) -> None:

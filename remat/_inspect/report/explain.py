@@ -246,7 +246,7 @@ def _recomputed_table(now: Measured) -> Table:
             f"{r.work.ops}",
             si(r.work.flops),
             format_bytes(r.work.bytes),
-            r.op.rpartition(".")[0],
+            r.op.rpartition(".")[0] or r.op,  # operators on functions have no overload
             short(r.location) + (f" in {r.region}" if several else ""),
         )
         for r in now.recomputed

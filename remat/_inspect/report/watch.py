@@ -15,7 +15,7 @@ from remat._inspect.report.timeline import Blocks, Timeline
 from remat.policies import kind_of
 from remat.transforms import active, flatten, is_tensor, on_wrappers, traits, user_line
 from remat.transforms import recordings as context_recordings
-from remat.transforms.compat import TorchDispatchMode, graph_task, is_strided, storage_key, unwrapped
+from remat.transforms.compat import DispatchMode, graph_task, is_strided, storage_key, unwrapped
 from remat.transforms.region import recomputed_region
 from remat.transforms.tape import Kept
 
@@ -57,10 +57,8 @@ class Ran:
     half: bool = False
 
 
-class Watch(TorchDispatchMode):
+class Watch(DispatchMode):
     """Collects `Ran`s, and follows the bytes alive that ops have made."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,10 +18,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.transforms.compat.aot import example_of
 from remat.transforms.compat.gpu.machine import DEVICE, Chip, pretended
+from remat.transforms.compat.modes import DispatchMode
 
 aten = torch.ops.aten
 # Ops that launch nothing.
@@ -173,10 +173,8 @@ class Execution:
             self.live -= self._sizes.pop(key)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(DispatchMode):
     """Counts what ops make, and notes those that launch a kernel."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, execution: Execution) -> None:
         super().__init__()
