@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 
 from remat import checkpoint_policy, remat, save_nothing
