@@ -362,7 +362,7 @@ def test_a_compiled_function_that_contains_a_region(policy: str | None, backend:
     inner = remat(lambda x, weight: (x.sin() @ weight).sin() @ W, policy=save_matmuls)
 
     def body(x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-        return inner(x.cos(), weight).exp()
+        return inner(x.cos(), weight).tanh()
 
     plain, program = Program(body, None), Program(body, backend)
     fn = remat(program, policy=POLICIES[policy]) if policy else program
@@ -371,6 +371,7 @@ def test_a_compiled_function_that_contains_a_region(policy: str | None, backend:
     assert program.as_python == 0
 
 
+@pytest.mark.filterwarnings("ignore:A budget of 0.5 is below")  # Inductor's code keeps what it keeps
 @pytest.mark.parametrize("budget", [0.5, 1.0, "1KiB", "free"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fullgraph_in_a_budget(backend: str, budget: Any) -> None:
