@@ -4,23 +4,29 @@
 
 The packages are not dependencies of this repository: those that cannot be imported are left out. Each model
 is planned as it is, and at the lowest peak that a plan is found for. The steps then run, and the bytes that
-they allocate are read from the profiler. Peaks are over what lives throughout the step.
+they allocate are read from the profiler. Peaks are over what lives throughout the step. There are two rows
+for each in `benchmarks/results/fits.csv`.
 """
 
 from __future__ import annotations
 
+import csv
 import gc
 import importlib
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import remat
+from benchmarks.common.records import RESULTS
 from remat.cli.measure import trace_memory
+
+CSV = RESULTS / "fits.csv"
+FIELDS = ("model", "planned_from", "peak", "predicted", "measured", "error", "regions")
 
 
 def _of(package: str, name: str) -> Any:
@@ -99,15 +105,26 @@ def _tabnet() -> Any:
 
     groups = torch.eye(32)
     model = TabNet(32, 4, n_d=16, n_a=16, n_steps=4, group_attention_matrix=groups, virtual_batch_size=64)
-    return model, (torch.randn(256, 32),)
+    return model, (torch.randn(256, 32),), lambda out: out[0].square().mean() + out[1].mean()
 
 
 def _kornia_loftr() -> Any:
     LoFTR = _of("kornia.feature", "LoFTR")
 
-    model = LoFTR(pretrained=None)
-    image = {"image0": torch.rand(1, 1, 64, 64), "image1": torch.rand(1, 1, 64, 64)}
-    return model, (image,), lambda out: sum(v.sum() for v in out.values() if v.requires_grad)
+    class Matcher(torch.nn.Module):
+        """What is trained of it: its matching takes depth maps."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            whole = LoFTR(pretrained=None)
+            self.backbone, self.places, self.loftr = whole.backbone, whole.pos_encoding, whole.loftr_coarse
+
+        def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            found = [self.places(self.backbone(image)[0]).flatten(2).mT for image in (one, other)]
+            first, second = self.loftr(*found)
+            return torch.einsum("nlc,nsc->nls", first, second)
+
+    return Matcher(), (torch.rand(1, 1, 64, 64), torch.rand(1, 1, 64, 64))
 
 
 def _kornia_vit() -> Any:
@@ -233,8 +250,8 @@ def _loss(out: Any) -> Any:
     return out.float().square().mean()
 
 
-def row(name: str) -> str:
-    """What is planned of a model, and what is measured."""
+def rows(name: str) -> Iterator[dict[str, Any]]:
+    """What is planned of a model, and what is measured: as it is, and at the lowest peak."""
     torch.manual_seed(0)
     model, args, *rest = MODELS[name]()
     loss = rest[0] if rest else _loss
@@ -244,32 +261,41 @@ def row(name: str) -> str:
     except remat.RematError:
         options["measure"] = True
         plain = remat.fit(model, *args, peak="1TiB", **options)
-    held = plain.held.bytes
-    said = [(plain.plain_bytes - held, measured(model, args, loss))]
+    held, how = plain.held.bytes, "two steps" if options.get("measure") else "shapes"
+
+    def made(peak: str, planned: int, regions: int) -> dict[str, Any]:
+        found = measured(model, args, loss)
+        facts = name, how, peak, planned - held, found, f"{(planned - held) / found - 1:.4f}", regions
+        return dict(zip(FIELDS, facts, strict=True))
+
+    yield made("plain", plain.plain_bytes, 0)
     try:
         remat.fit(model, *args, peak=held + 8, **options)
     except remat.RematError as error:
         found = re.search(r"lowest found is ([\d,]+)", str(error))
         assert found is not None, error
         done = remat.fit(model, *args, peak=int(found[1].replace(",", "")), **options)
-        said.append((done.peak_bytes - held, measured(model, args, loss)))
-        first = done.applied[0] if done.applied else "-"
-        rest = [f"{len(done.applied)} regions, such as {first}"]
-    shown = [f"{a / 2**20:.2f} MiB planned, {b / 2**20:.2f} measured ({a / b - 1:+.2%})" for a, b in said]
-    how = "measured" if options.get("measure") else "without data"
-    return f"{name}: {how}: " + "; lowest: ".join(shown) + f"; {rest[0] if rest else ''}"
+        yield made("lowest", done.peak_bytes, len(done.applied))
 
 
 def main(names: list[str]) -> None:
-    """A line for each model."""
+    """Print the rows of these models, or print and write those of all."""
     warnings.simplefilter("ignore")
+    found: list[dict[str, Any]] = []
     for name in names or list(MODELS):
         try:
-            print(row(name), flush=True)
+            for row in rows(name):
+                print(*row.values(), sep="\t", flush=True)
+                found.append(row)
         except ImportError as error:
             print(f"{name}: left out: {error}", flush=True)
-        except Exception as error:  # of one model; the others have lines
+        except Exception as error:  # of one model; the others have rows
             print(f"{name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
+    if not names:
+        with CSV.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(found)
 
 
 if __name__ == "__main__":

@@ -208,12 +208,12 @@ def named_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def blank(kind: type) -> Any:
     """An instance of `kind` that no constructor has seen."""
     # Of the built-in type that lays it out: `object` refuses to make a dict.
-    base = next(base for base in mro(kind) if not base.__flags__ & _ON_HEAP)
+    base = next(base for base in mro(kind) if not base.__flags__ & ON_HEAP)
     make: Any = base.__new__
     return make(kind)
 
 
-_ON_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by a `class` statement
+ON_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by a `class` statement
 
 
 def copied(value: Any) -> Any:

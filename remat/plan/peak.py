@@ -19,10 +19,14 @@ import torch
 from remat.plan.graph import Graph, workspace
 from remat.plan.solve import Solution
 from remat.transforms import RematError
-from remat.transforms.joint import Joint, Op
+from remat.transforms.joint import Joint, Op, Ref
 
 T = TypeVar("T")
-_ADD = torch.ops.aten.add.Tensor
+_aten = torch.ops.aten
+_ADD = _aten.add.Tensor
+_SCATTERS = (_aten.scatter_add.default, _aten.scatter.src, _aten.scatter.value, _aten.index_add.default)
+_SCATTERS += (_aten.index_put.default, _aten.index_copy.default, _aten.masked_scatter.default)
+_ZEROS = ("zeros", "new_zeros", "zeros_like")
 _CELLS, _HALVINGS = 16, 5
 
 
@@ -84,11 +88,16 @@ def simulated(
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
     forever = ended | kept if stays else ended
     again = 0
+    if not compiled and replayed:
+        # They are made again, and nobody asks for them.
+        forever = forever | {joint.values[v].storage for v in joint.dropped}
     if not compiled and not joint.hooked and replayed:
         # Python that runs again holds what it returns, and what it is given has a second handle.
         again = sum(joint.storages[s] for s in results)
         forever = forever | results
-    backward = live_bytes(joint, order, start=kept | tangents, forever=forever, nodes=not compiled)
+    read = {joint.values[v].storage for v in joint.saved}
+    begun = kept | tangents | (_allocated(graph, saved) & graph.returned & read)
+    backward = live_bytes(joint, order, start=begun, forever=forever, nodes=not compiled)
     inputs = size - sum(joint.storages[s] for s in kept)
     return Profile(size, forward + inputs, backward + inputs + again, sum(joint.storages[s] for s in left))
 
@@ -106,7 +115,11 @@ def backward_order(graph: Graph, saved: Set[int], replayed: Set[int], compiled: 
 
 
 def fresh(graph: Graph, saved: Set[int]) -> set[int]:
-    """The storages that saved ops allocated."""
+    """The storages that saved ops allocated, and that the region counts."""
+    return _allocated(graph, saved) - graph.elsewhere
+
+
+def _allocated(graph: Graph, saved: Set[int]) -> set[int]:
     joint, ops = graph.joint, graph.ops
     made = ((k, joint.values[o].storage) for k in saved if k < len(ops) for o in ops[k].outputs)
     return {s for k, s in made if joint.owner[s] == k}
@@ -145,7 +158,7 @@ def live_bytes(
     live = set(start)
     total = most = sum(joint.storages[s] for s in live)
     for step, op in enumerate(ops):
-        if nodes and (sum_of := added_up(joint, op)) in live and used[sum_of] == step:
+        if nodes and (sum_of := written_over(joint, op)) in live and used[sum_of] == step:
             live.remove(sum_of)
             total -= joint.storages[sum_of]
         for value in op.outputs:
@@ -175,7 +188,10 @@ def held_until(joint: Joint, ops: Sequence[Op], *, nodes: bool) -> dict[int, int
 
 def held_throughout(joint: Joint) -> dict[int, int]:
     """The same for forward and backward of a graph, without a region."""
-    return {**_held_by_locals(joint), **_held_by_nodes(joint)}
+    found = _held_by_locals(joint)
+    for storage, at in _held_by_nodes(joint).items():
+        found[storage] = max(found.get(storage, -1), at)
+    return found
 
 
 def _held_by_locals(joint: Joint) -> dict[int, int]:
@@ -192,18 +208,27 @@ def _held_by_nodes(joint: Joint) -> dict[int, int]:
     return {s: at for s, at in enumerate(joint.ends) if at >= first and s not in unknown}
 
 
-def added_up(joint: Joint, op: Op) -> int:
-    """The storage that autograd writes a sum of gradients to: that of the sum so far; -1 if there is none.
+def written_over(joint: Joint, op: Op) -> int:
+    """The storage that autograd writes a result to where its tensors are plain ones; -1 if there is none.
 
-    A recording on tensors without data shows a new tensor there, as autograd trusts none but plain ones.
+    A sum of gradients goes where the sum so far is, and what is scattered goes into the zeros that the same
+    node has made. A recording shows new tensors there, as autograd trusts none but plain ones.
     """
-    if op.forward or op.target is not _ADD or len(op.reads) != 2:
+    if op.forward or not op.args or not isinstance(op.args[0], Ref):
         return -1
-    so_far, out = joint.values[op.args[0].id], joint.values[op.outputs[0]]
+    so_far, out = joint.values[op.args[0].id], joint.values[op.outputs[0]] if op.outputs else None
     maker = so_far.producer
+    if out is None or maker < 0 or joint.ops[maker].forward or joint.owner[so_far.storage] < 0:
+        return -1
     alike = so_far.shape == out.shape and so_far.dtype == out.dtype
-    earlier = maker >= 0 and not joint.ops[maker].forward and joint.ops[maker].node != op.node
-    return so_far.storage if alike and earlier and joint.storages[so_far.storage] == out.bytes else -1
+    if not alike or joint.storages[so_far.storage] != out.bytes:
+        return -1
+    if op.target is _ADD:
+        adds = len(op.reads) == 2 and joint.ops[maker].node != op.node
+    else:
+        zeros = str(joint.ops[maker].target).partition(".")[2].startswith(_ZEROS)
+        adds = op.target in _SCATTERS and zeros and joint.ops[maker].node == op.node
+    return so_far.storage if adds else -1
 
 
 def node_ends(ops: Sequence[Op]) -> dict[int, int]:

@@ -7,7 +7,7 @@ flat one. Bytes are those over what lives before the step, as in `peak`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from remat._inspect import looked_at
 from remat.plan.calls import Met, RanRegions, Regions, looked
 from remat.plan.chain import Choice, Measure, Stage
 from remat.plan.graph import CostModel, Graph, workspace
-from remat.plan.peak import added_up, gradients_left, held_throughout, node_ends
+from remat.plan.peak import gradients_left, held_throughout, node_ends, written_over
 from remat.policies import Policy
 from remat.transforms import RematError
 from remat.transforms.joint import Hole, Joint, planned_for, record, record_run
@@ -50,6 +50,7 @@ class WholeStep:
         graphs: of each region; what others hold costs nothing to keep there.
         owners: the modules whose forwards they are, None for other functions.
         outside: the graph of the model with its regions left out.
+        shared: its storages that count there, whichever regions hold them.
         traced: how many regions were traced; the others are like one of them.
         accumulating: whether gradients are added to buffers that live before.
         shards: devices that share weights and gradients. A region's weights are whole while it runs, and
@@ -61,6 +62,7 @@ class WholeStep:
     graphs: tuple[Graph, ...]
     owners: tuple[Any, ...]
     outside: Joint
+    shared: frozenset[int] = frozenset()
     traced: int = 0
     accumulating: bool = False
     shards: int = 1
@@ -81,7 +83,7 @@ class WholeStep:
 
     def _outside(self, needs: frozenset[tuple[int, int]] | None) -> _Outside:
         if needs not in self._made:
-            self._made[needs] = _Outside(self.outside, self.accumulating, needs)
+            self._made[needs] = _Outside(self.outside, self.accumulating, needs, self.shared)
         return self._made[needs]
 
     @cached_property
@@ -182,6 +184,10 @@ class WholeStep:
                 )
                 if needed:
                     found.add((at, self.outside.values[v].storage))
+            for inside, v in zip(_made(graph.joint), hole.made, strict=False):
+                s = graph.joint.values[inside].storage
+                if s in saved or (not plain and not choice.saved.isdisjoint(graph.places((inside,)))):
+                    found.add((at, self.outside.values[v].storage))
         return frozenset(found)
 
     def peak(self, chosen: Sequence[Choice]) -> int:
@@ -276,17 +282,24 @@ def _whole(found: Sequence[Met], outside: Joint, traced: int, accumulating: bool
     """A step of these regions, and of what is outside of them."""
     if len(found) != len(outside.holes):
         raise RematError("The regions of this step are not all met outside of torch.func's transforms.")
-    shared = _shared(outside)
+    shared = frozenset(_shared(outside) | _kept_results(outside, [met.graph.joint for met in found]))
+    returned = _Outside(outside, accumulating, None, shared).returned
     made: dict[Any, Graph] = {}
 
     def graph(at: int) -> Graph:
         met, hole = found[at].graph, outside.holes[at]
         free = tuple([outside.values[v].storage in shared for v in hole.operands])
-        if not any(free):
+        pairs = [
+            (met.joint.values[v].storage, outside.values[out].storage)
+            for v, out in zip(_made(met.joint), hole.made, strict=False)
+        ]
+        given = frozenset(s for s, out in pairs if out in shared)
+        back = frozenset(s for s, out in pairs if out in returned[at])
+        if not any(free) and not given:
             return met
-        key = id(met), free
+        key = id(met), free, given, back
         if key not in made:
-            made[key] = met.solved.made(("freed", free), lambda: _freed(met, free))
+            made[key] = met.solved.made(("freed", *key[1:]), lambda: _freed(met, free, given, back))
         return made[key]
 
     return WholeStep(
@@ -294,6 +307,7 @@ def _whole(found: Sequence[Met], outside: Joint, traced: int, accumulating: bool
         graphs=tuple(map(graph, range(len(found)))),
         owners=tuple(met.owner for met in found),
         outside=outside,
+        shared=shared,
         traced=traced,
         accumulating=accumulating,
         shards=shards,
@@ -310,13 +324,28 @@ def _shared(outside: Joint) -> set[int]:
     return {s for s, who in readers.items() if len(who) > 1 or outside.owner[s] < 0 or s in late}
 
 
-def _freed(graph: Graph, free: Sequence[bool]) -> Graph:
-    """The same region, some of whose arguments, and their gradients, others hold."""
+def _made(joint: Joint) -> list[int]:
+    """What a region makes and outlives it, in the order of `Hole.made`."""
+    return [*joint.made, *[joint.family[s][0] for s in joint.stored]]
+
+
+def _kept_results(outside: Joint, regions: Sequence[Joint]) -> set[int]:
+    """The storages of results that the backward of their own region reads, or that outlive the step."""
+    found: set[int] = set()
+    for joint, hole in zip(regions, outside.holes, strict=True):
+        read = {joint.values[v].storage for v in joint.saved} | {*joint.stored}
+        pairs = zip(_made(joint), hole.made, strict=False)
+        found |= {outside.values[out].storage for v, out in pairs if joint.values[v].storage in read}
+    return found
+
+
+def _freed(graph: Graph, free: Sequence[bool], given: frozenset[int], returned: frozenset[int]) -> Graph:
+    """The same region, some of whose arguments, their gradients and some of whose results others hold."""
     values = list(graph.joint.values)
     for k, elsewhere in enumerate(free):
         if elsewhere:
             values[k] = replace(values[k], origin="elsewhere")
-    return Graph(replace(graph.joint, values=tuple(values)), graph.alone)
+    return Graph(replace(graph.joint, values=tuple(values)), graph.alone, given, returned)
 
 
 # The ops of a backward that was left out.
@@ -329,8 +358,14 @@ class _Outside:
     `needs`: which regions keep which of the arguments that others read as well; None where all do.
     """
 
-    def __init__(self, joint: Joint, accumulating: bool, needs: frozenset[tuple[int, int]] | None) -> None:
-        self.joint, self.holes, self.needs = joint, joint.holes, needs
+    def __init__(
+        self,
+        joint: Joint,
+        accumulating: bool,
+        needs: frozenset[tuple[int, int]] | None,
+        shared: frozenset[int],
+    ) -> None:
+        self.joint, self.holes, self.needs, self.shared = joint, joint.holes, needs, shared
         self.forward = len(joint.forward)
         self.end = len(joint.ops)
         self.spans = self._spans(accumulating)
@@ -347,10 +382,19 @@ class _Outside:
                 s = values[v].storage
                 seen = known.get(s, -1)
                 last[s] = max(last.get(s, -1), seen if seen >= at else nodes.get(op.node, at))
-        shared = _shared(joint)
-        for number, hole in enumerate(self.holes):
+        every = dict(last)
+        for hole in self.holes:
             for v in hole.operands:
-                if (s := values[v].storage) in shared:
+                if (s := values[v].storage) in self.shared:
+                    every[s] = max(every.get(s, -1), hole.forward, hole.backward)
+        # Results that their own region alone holds when its backward begins.
+        self.returned = [
+            {s for v in hole.made if (s := values[v].storage) in self.shared and every[s] < hole.backward}
+            for hole in self.holes
+        ]
+        for number, hole in enumerate(self.holes):
+            for v in (*hole.operands, *hole.made):
+                if (s := values[v].storage) in self.shared:
                     kept = self.needs is None or (number, s) in self.needs
                     last[s] = max(last.get(s, -1), hole.forward, hole.backward if kept else -1)
             for v in hole.cotangents:
@@ -362,7 +406,7 @@ class _Outside:
         last |= dict.fromkeys(ended | left, self.end)
         self.until = dict(last)
         for at, op in enumerate(joint.ops):
-            if last.get(summed := added_up(joint, op)) == at:
+            if last.get(summed := written_over(joint, op)) == at:
                 # From there on the sum is in this memory.
                 last[summed] = at - 1
         found = {s: (joint.owner[s], at) for s, at in last.items() if joint.owner[s] >= 0}
@@ -372,7 +416,7 @@ class _Outside:
 
     def _owned(self) -> dict[int, tuple[int, int]]:
         """From when to when a region counts a storage as its own."""
-        shared, values = _shared(self.joint), self.joint.values
+        shared, values = self.shared, self.joint.values
         return {
             values[v].storage: (hole.forward, max(hole.forward, hole.backward))
             for hole in self.holes
@@ -400,9 +444,9 @@ class _Outside:
             found.append(total + workspace(self.joint, op))
         return found
 
-    def at(self, boundary: int, without: tuple[int, ...]) -> int:
-        """Live bytes between two ops, without what the region there counts."""
-        joint, mine = self.joint, {self.joint.values[v].storage for v in without}
+    def at(self, boundary: int, without: tuple[int, ...], returned: Set[int] = frozenset()) -> int:
+        """Live bytes between two ops, without what the region there counts: values, and storages."""
+        joint, mine = self.joint, {self.joint.values[v].storage for v in without} | returned
         total = 0
         for s, (first, last) in self.spans.items():
             start, stop = self.owned.get(s, (self.end + 1, self.end + 1))
@@ -437,7 +481,7 @@ class _Outside:
         )
         return Beside(
             forward=self.at(hole.forward, ()),
-            backward=self.at(hole.backward, self._own(hole)) if hole.backward >= 0 else 0,
+            backward=self.at(hole.backward, self._own(hole), self.returned[at]) if hole.backward >= 0 else 0,
             after=self._most(hole.forward, following),
             before=self._most(max(earlier, self.forward), hole.backward),
         )

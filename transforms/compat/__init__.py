@@ -12,6 +12,7 @@ from remat.transforms.compat.ambient import (
     function_state,  # whether torch functions ask their modes and subclasses
     functions_as_they_are,  # a context without torch-function modes
     functions_off,  # that state where they do not
+    is_profiled,  # whether a profiler is on
     is_strided,  # whether `value` is a tensor with one block of memory behind it
     module_hooks,  # the tables of the hooks that run for every module
     modules_watched,  # whether any global module hook is set

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ from remat.transforms.compat import (
     storage_key,
     without_module_trackers,
 )
-from remat.transforms.context import active, of_a_look, on_wrappers
+from remat.transforms.context import active, of_a_look, on_wrappers, quiet
 from remat.transforms.errors import user_line
 from remat.transforms.intermediates import only
-from remat.transforms.joint.holes import around, holes_of
+from remat.transforms.joint.holes import around, holes_of, parts_of
 from remat.transforms.joint.lives import Lives
 from remat.transforms.joint.ops import Joint, Op, Ref, Value, noted
 from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
@@ -61,10 +61,11 @@ class JointRecorder(DispatchMode):
         self.storages: list[int] = []
         self.saved: dict[int, None] = {}
         self.captured: dict[int, torch.Tensor] = {}
+        self.made: tuple[int, ...] = ()
+        self.dropped: tuple[int, ...] = ()
         self.gradients: tuple[int, ...] = ()
         self.differentiated: tuple[int, ...] = ()
         self.in_forward = True
-        self.held: tuple[int, ...] = ()
         self.there: set[int] = set()
         self.found: dict[int, torch.Tensor] = {}
         self.holes: list[Any] = []
@@ -73,8 +74,12 @@ class JointRecorder(DispatchMode):
         self._storage: dict[int, int] = {}
         self._writer: dict[int, int] = {}
         self.lives = Lives(self._number)
+        # Results of calls that were left out which others than the caller hold.
+        self.staying: list[torch.Tensor] = []
+        self._place: tuple[int | None, int] = None, -1
         # A storage that is gone lends its address to no other one meanwhile.
         self._kept: list[Any] = []
+        self._others: list[Any] = []
 
     def add(self, tensor: torch.Tensor, origin: str, producer: int = -1) -> int:
         """A new number for a tensor; of a sharded one, for this rank's part."""
@@ -82,17 +87,32 @@ class JointRecorder(DispatchMode):
             return [self.add(local, origin, producer) for local in local_tensors([tensor])][0]
         key = storage_key(tensor) if tensor.layout == torch.strided else -id(tensor)
         if key not in self._storage:
-            self._storage[key] = len(self.storages)
-            dense = at_hand(tensor.numel()) * tensor.dtype.itemsize
-            # An input that is a slice does not own its base; what an op allocates is kept whole.
-            owned = origin == "op" and key >= 0
-            self.storages.append(at_hand(tensor.untyped_storage().nbytes()) if owned else dense)
-            self._kept.append(storage_held(tensor) if key >= 0 else tensor)
+            shares, whole = self._place
+            held = storage_held(tensor) if key >= 0 else tensor
+            if shares is not None:
+                self._storage[key] = shares
+                self._others.append(held)
+            else:
+                self._storage[key] = len(self.storages)
+                dense = at_hand(tensor.numel()) * tensor.dtype.itemsize
+                # An input that is a slice does not own its base; what an op allocates is kept whole.
+                owned = at_hand(tensor.untyped_storage().nbytes()) if origin == "op" and key >= 0 else dense
+                self.storages.append(whole if whole >= 0 else owned)
+                self._kept.append(held)
         stride = tuple(map(at_hand, tensor.stride())) if tensor.layout == torch.strided else ()
         self.values.append(
             Value(sizes_of(tensor), tensor.dtype, tensor.device, stride, self._storage[key], producer, origin)
         )
         return self.same(tensor, len(self.values) - 1)
+
+    @contextlib.contextmanager
+    def in_storage(self, other: torch.Tensor | None, whole: int) -> Iterator[None]:
+        """What is made within lies in the memory of `other`, or in so many bytes; -1: as many as it takes."""
+        self._place = (None if other is None else self.values[self.number(other)].storage), whole
+        try:
+            yield
+        finally:
+            self._place = None, -1
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of a tensor; an unknown one is a capture, or another handle on a known storage.
@@ -139,13 +159,15 @@ class JointRecorder(DispatchMode):
     def same(self, tensor: torch.Tensor, number: int) -> int:
         """Let a tensor go by a number that exists."""
         self._number[id(tensor)] = number
-        self.lives.see(tensor, self.values[number].storage, not self.in_forward)
+        self.lives.see(tensor, number, self.values[number].storage, not self.in_forward)
         return number
 
     def forward_ends(self) -> None:
         """From here on handles are those of the backward."""
-        at = len(self.ops)
-        self.held = self.lives.ends(len(self.storages), late=False, alive=at)
+        # A node that nothing leads to, such as that of `x.amax().detach()`, is gone with what it saved.
+        alive = {v: None for v in self.saved if self.lives.packed(v)}
+        self.dropped = tuple([v for v in self.saved if v not in alive])
+        self.saved = alive
         # Some entries are sparse tensors, of which nothing is known.
         self.there = {s for s, kept in enumerate(self._kept) if getattr(kept, "expired", _never)() is False}
         self.in_forward, self.lives.backward = False, True
@@ -153,6 +175,7 @@ class JointRecorder(DispatchMode):
     def forget(self) -> None:
         """Let go of all tensors: nodes that no backward has passed hold this, by their hooks."""
         self._kept, self.captured, self.found = [], {}, {}
+        self.staying, self._others = [], []
         self.lives.forget()
         self.stand_ins.forget()
 
@@ -278,11 +301,13 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...], hooks: bool)
         storages=tuple(recorder.storages),
         saved=tuple(recorder.saved),
         results=results,
+        made=recorder.made,
+        dropped=recorder.dropped,
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
         holes=holes_of(recorder),
         hooked=hooks,
-        held=recorder.held,
+        held=recorder.lives.ends(len(recorder.storages), late=False, alive=len(recorder.ops)),
         ends=recorder.lives.ends(len(recorder.storages), late=True, alive=len(recorder.ops)),
     )
 
@@ -349,7 +374,8 @@ def differentiated(
     with torch.enable_grad(), packing if hooks else contextlib.nullcontext():
         out = fn(*args, **kwargs)
     results = [t for t in tree_leaves(out) if is_tensor(t)]
-    numbers = tuple(recorder.number(t) for t in results)
+    recorder.made = tuple([recorder.number(t) for t in parts_of(out, args, kwargs)[1]])
+    numbers = tuple(dict.fromkeys([*map(recorder.number, results), *recorder.made]))
     recorder.forward_ends()
     if not backward:
         return numbers
@@ -357,8 +383,8 @@ def differentiated(
     leaves = {id(t): t for t in (*inputs, *recorder.captured.values())}
     wanted = [t for t in leaves.values() if t.requires_grad and t.is_leaf]
     if active and wanted:
-        tangents = cotangents(active) if cotangents else [torch.empty_like(t) for t in active]
-        recorder.ops = [op for op in recorder.ops if op.forward]
+        # No op of this graph makes them.
+        tangents = quiet(cotangents or _empty_like, active)
         for tangent in tangents:
             recorder.add(tangent, "tangent")
         found = torch.autograd.grad(active, wanted, tangents, allow_unused=True)
@@ -369,6 +395,10 @@ def differentiated(
     if not hooks:
         recorder.saved = _read_in_backward(recorder, numbers)
     return numbers
+
+
+def _empty_like(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.empty_like(t) for t in results]
 
 
 def _run_functional(

@@ -7,21 +7,100 @@ deep model are traced once, and not once more as parts of the whole.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import outside_all_modes
+from remat.transforms.compat import at_hand, outside_all_modes, storage_held, storage_key
 from remat.transforms.context import of_a_look
-from remat.transforms.joint.ops import Hole
+from remat.transforms.joint.ops import Hole, Joint
 from remat.transforms.joint.stand_ins import on_fakes
-from remat.transforms.objects import is_tensor
+from remat.transforms.objects import ON_HEAP, attributes, blank, container_of, is_a, is_tensor, slots
 from remat.transforms.pytree import flatten, tree_leaves, unflatten
+from remat.transforms.sharded import wraps
 
 # The recorder of the graph that is being made, for those who leave calls out of it.
 around: ContextVar[Any] = ContextVar("remat_around", default=None)
+
+
+@dataclass(frozen=True)
+class _Fresh:
+    """Stands for a tensor that the call has made, by its number."""
+
+    at: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a call returns, without the tensors.
+
+    Attributes:
+        spec: of the results as a tree.
+        leaves: for each the number of the tensor among the arguments that it is, what stands for one that was
+            made, an object that holds such, or the thing itself in a tuple.
+        kind: the class of the object whose attributes these are, None for the results themselves.
+    """
+
+    spec: Any
+    leaves: tuple[Any, ...]
+    kind: type | None = None
+
+    def filled(self, given: list[torch.Tensor], made: Sequence[torch.Tensor]) -> Any:
+        """The same with these tensors."""
+
+        def leaf(one: Any) -> Any:
+            if isinstance(one, Parts):
+                return one.filled(given, made)
+            if isinstance(one, _Fresh):
+                return made[one.at]
+            return given[one] if isinstance(one, int) else one[0]
+
+        tree = unflatten(map(leaf, self.leaves), self.spec)
+        if self.kind is None:
+            return tree
+        made_object = blank(self.kind)
+        if (own := attributes(made_object)) is not None:
+            dict.update(own, tree)
+        return made_object
+
+
+def parts_of(out: Any, args: Any, kwargs: Any) -> tuple[Parts, list[torch.Tensor]]:
+    """The results of a call taken apart, and the tensors that it has made, those in objects as well."""
+    given = {id(t): k for k, t in enumerate(tensors_given(args, kwargs))}
+    there = {id(leaf) for leaf in tree_leaves((args, kwargs)) if not is_tensor(leaf)}
+    fresh: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def apart(tree: Any, kind: type | None) -> Parts:
+        leaves, spec = flatten(tree)
+        return Parts(spec, tuple(map(noted, leaves)), kind)
+
+    def noted(leaf: Any) -> Any:
+        if is_tensor(leaf):
+            if id(leaf) in given:
+                return given[id(leaf)]
+            return _Fresh(fresh.setdefault(id(leaf), (len(fresh), leaf))[0])
+        if id(leaf) in there or not is_record(leaf):
+            return (leaf,)
+        there.add(id(leaf))
+        before = len(fresh)
+        found = apart(dict(attributes(leaf) or {}), type(leaf))
+        there.discard(id(leaf))
+        return found if len(fresh) > before else (leaf,)
+
+    parts, made = apart(out, None), [tensor for _, tensor in fresh.values()]
+    # These functions know each other: a cycle that would hold the tensors.
+    fresh.clear()
+    return parts, made
+
+
+def is_record(value: Any) -> bool:
+    """Whether an object is nothing but its attributes, such as an instance of a dataclass."""
+    if is_a(value, (type, torch.nn.Module)) or container_of(value) is not None or slots(value):
+        return False
+    return bool(type(value).__flags__ & ON_HEAP) and attributes(value) is not None
 
 
 @dataclass(frozen=True)
@@ -29,22 +108,41 @@ class Shell:
     """What a call returns, without data.
 
     Attributes:
-        spec: of the results as a tree.
-        leaves: for each the number of the tensor among the arguments that it is, or its metadata and whether
-            it has a gradient, or the thing itself in a tuple.
+        parts: the results.
+        fresh: the metadata of the tensors that it makes, then that of others which outlive it.
     """
 
-    spec: Any
-    leaves: tuple[Any, ...]
+    parts: Parts
+    fresh: tuple[_Meta, ...]
+
+    def with_stored(self, joint: Joint) -> Shell:
+        """The same with what the call leaves behind, such as attributes of modules."""
+        found: list[_Meta] = []
+        for s in joint.stored:
+            value, size = joint.values[joint.family[s][0]], joint.storages[s]
+            places = len(self.fresh) + len(found)
+            found.append(_Meta((size,), (1,), torch.uint8, value.device, False, size, places, stays=True))
+        return replace(self, fresh=(*self.fresh, *found))
 
 
 @dataclass(frozen=True)
 class _Meta:
+    """The metadata of a result, and whether it has a gradient.
+
+    Attributes:
+        whole: bytes of its storage.
+        shares: the number of the first result in the same storage.
+        stays: whether somebody holds it beside the caller, such as a module as its attribute.
+    """
+
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     grad: bool
+    whole: int
+    shares: int
+    stays: bool = False
 
 
 def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: bool = True) -> Shell:
@@ -52,37 +150,42 @@ def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: b
 
     Without `hooks` none are set on saved tensors: torch.func inside `fn` refuses them.
     """
-    given = {id(t): k for k, t in enumerate(tensors_given(args, kwargs))}
     # What it saves is nothing to those who record around. An op's own result would hold on to the op that
     # holds it: a cycle that nothing collects.
     dropping = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), of_a_look(lambda t: t))
     with outside_all_modes(), dropping if hooks else contextlib.nullcontext():
-        leaves, spec = flatten(on_fakes(fn, args, kwargs))
+        parts, fresh = parts_of(on_fakes(fn, args, kwargs), args, kwargs)
+    metas = _metas(fresh)
+    # Those that somebody else holds are there without these.
+    held = [storage_held(t) if t.layout is torch.strided else None for t in fresh]
+    fresh.clear()
+    stay = [h is not None and h.expired() is False for h in held]
+    return Shell(parts, tuple([replace(m, stays=stays) for m, stays in zip(metas, stay, strict=True)]))
 
-    def noted(leaf: Any) -> Any:
-        if not is_tensor(leaf):
-            return (leaf,)
-        known = given.get(id(leaf))
-        made = _Meta(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-        return made if known is None else known
 
-    return Shell(spec, tuple(map(noted, leaves)))
+def _metas(fresh: Sequence[torch.Tensor]) -> list[_Meta]:
+    first: dict[Any, int] = {}
+    found: list[_Meta] = []
+    for k, t in enumerate(fresh):
+        strided = t.layout is torch.strided and not wraps(t)
+        shares = first.setdefault(storage_key(t) if strided else -id(t), k)
+        whole = at_hand(t.untyped_storage().nbytes()) if strided else -1
+        made = tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad
+        found.append(_Meta(*made, whole=whole, shares=shares))
+    return found
 
 
 def left_out(shell: Shell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The results of a call that is left out of the graph around."""
     given = tensors_given(args, kwargs)
-    fresh = [leaf for leaf in shell.leaves if isinstance(leaf, _Meta)]
     hole = Opened(around.get(), given)
     # Parameters inside give the results a gradient, too.
-    anchor = torch.empty(0, requires_grad=any(leaf.grad for leaf in fresh))
+    anchor = torch.empty(0, requires_grad=any(meta.grad for meta in shell.fresh))
     hole.begin(anchor)
-    made = iter(_Left.apply(hole, fresh, anchor, *[t for t in given if t.requires_grad]) if fresh else ())
-    leaves = [
-        given[leaf] if isinstance(leaf, int) else next(made) if isinstance(leaf, _Meta) else leaf[0]
-        for leaf in shell.leaves
-    ]
-    return unflatten(leaves, shell.spec)
+    operands = [t for t in given if t.requires_grad]
+    made = _Left.apply(hole, shell.fresh, anchor, *operands) if shell.fresh else ()
+    hole.give(made, [t for t, meta in zip(made, shell.fresh, strict=True) if meta.stays])
+    return shell.parts.filled(given, made)
 
 
 def tensors_given(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -100,10 +203,24 @@ class Opened:
         if self.recorder is not None:
             self.at = len(self.recorder.holes)
             operands = tuple([self.recorder.number(t) for t in self.given])
-            self.recorder.holes.append([len(self.recorder.ops), -1, operands, ()])
+            # Whoever holds them until the backward counts as one who does.
+            self.given = []
+            self.recorder.holes.append([len(self.recorder.ops), -1, operands, (), ()])
             if anchor.requires_grad:
                 # The backward is to come here, whatever else has a gradient.
                 self.recorder.captured[id(anchor)] = anchor
+
+    def give(self, made: Sequence[torch.Tensor], staying: Sequence[torch.Tensor]) -> None:
+        """The results are there; others than the caller hold some of them."""
+        if self.recorder is not None:
+            self.recorder.staying += staying
+            self.recorder.holes[self.at][4] = tuple([self.recorder.number(t) for t in made])
+
+    def made_of(self, meta: _Meta, made: list[torch.Tensor]) -> torch.Tensor:
+        """A result, in the memory of the one that it shares it with."""
+        shares = made[meta.shares] if meta.shares < len(made) else None
+        with self.recorder.in_storage(shares, meta.whole) if self.recorder else contextlib.nullcontext():
+            return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
 
     def come_back(self, cotangents: tuple[Any, ...]) -> None:
         if self.recorder is not None:
@@ -120,9 +237,11 @@ def holes_of(recorder: Any) -> tuple[Hole, ...]:
 class _Left(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hole: Opened, fresh: list[_Meta], anchor: torch.Tensor, *operands: torch.Tensor
+        ctx: Any, hole: Opened, fresh: Sequence[_Meta], anchor: torch.Tensor, *operands: torch.Tensor
     ) -> Any:
-        made = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device=m.device) for m in fresh]
+        made: list[torch.Tensor] = []
+        for meta in fresh:
+            made.append(hole.made_of(meta, made))
         ctx.mark_non_differentiable(*[t for t, m in zip(made, fresh, strict=True) if not m.grad])
         ctx.set_materialize_grads(False)
         ctx.hole = hole

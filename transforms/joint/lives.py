@@ -18,9 +18,10 @@ import torch
 class _Handle(weakref.ref[Any]):
     """A tensor that is alive; `late` where the backward has made it, None where autograd keeps it."""
 
-    __slots__ = ("key", "late", "storage")
+    __slots__ = ("key", "late", "number", "storage")
 
     key: int
+    number: int
     storage: int
     late: bool | None
 
@@ -34,19 +35,22 @@ class Lives:
         self._numbers = numbers
         self._kept_by_autograd = False
         self._handles: dict[int, _Handle] = {}
+        self._packed: dict[int, int] = {}
         self._count: tuple[dict[int, int], dict[int, int]] = {}, {}
         self._died: tuple[dict[int, int], dict[int, int]] = {}, {}
 
-    def see(self, tensor: torch.Tensor, storage: int, late: bool) -> None:
-        """A handle on a storage."""
+    def see(self, tensor: torch.Tensor, number: int, storage: int, late: bool) -> None:
+        """A handle on a value and its storage."""
         key = id(tensor)
         if key in self._handles:
             return
         handle = _Handle(tensor, self._gone)
-        handle.key, handle.storage = key, storage
+        handle.key, handle.number, handle.storage = key, number, storage
         handle.late = None if self._kept_by_autograd else late
         self._handles[key] = handle
-        if handle.late is not None:
+        if handle.late is None:
+            self._packed[number] = self._packed.get(number, 0) + 1
+        else:
             count = self._count[late]
             count[storage] = count.get(storage, 0) + 1
 
@@ -61,6 +65,7 @@ class Lives:
             self._died[handle.late][handle.storage] = self.now
         else:
             # What autograd keeps goes with the node that has read it, or with a branch that nobody uses.
+            self._packed[handle.number] -= 1
             self._died[self.backward][handle.storage] = self.now
 
     @contextlib.contextmanager
@@ -72,6 +77,10 @@ class Lives:
         finally:
             self._kept_by_autograd = False
 
+    def packed(self, number: int) -> bool:
+        """Whether a node that is alive keeps a value."""
+        return self._packed.get(number, 0) > 0
+
     def ends(self, storages: int, *, late: bool, alive: int) -> tuple[int, ...]:
         """For each storage the last op while it was held, -1 if it never was, `alive` if it still is."""
         count, died = self._count[late], self._died[late]
@@ -80,3 +89,4 @@ class Lives:
     def forget(self) -> None:
         """Let go of all handles."""
         self._handles.clear()
+        self._packed.clear()

@@ -113,12 +113,14 @@ class Hole:
         backward: how many ops ran before its backward, -1 where that did not run.
         operands: the tensors that it was given, each once, in order.
         cotangents: what its backward was given.
+        made: what it returned beside operands, in the order of `Joint.made`.
     """
 
     forward: int
     backward: int
     operands: tuple[int, ...]
     cotangents: tuple[int, ...] = ()
+    made: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,12 +133,16 @@ class Joint:
         storages: bytes of each storage.
         saved: values that autograd packed for the backward, in order, without repetition.
         results: the function's tensor outputs.
+        made: those that it has made, each once, and what else outlives it, such as a module's attribute.
+        dropped: values that were packed by nodes which were gone before the forward ended: no backward reads
+            them, but an engine that recomputes what was packed does not know.
         gradients: the values that the backward ends in, of those inputs that have a gradient.
         differentiated: those inputs, in the same order.
         holes: the calls that were left out, in order.
         hooked: whether hooks told what is saved.
-        held: for each storage the last op of the forward while Python's locals held it, -1 where none did;
-            empty where nobody looked. Where no hooks told what is saved, what autograd keeps counts as held.
+        held: for each storage the last op while Python held a handle that the forward has made, the number
+            of all where it still does, -1 where none did; empty where nobody looked. Where no hooks told what
+            is saved, what autograd keeps counts as held.
         ends: for each storage the last op of the backward while a node held a value that was made there, or
             that it has taken out of what is kept.
         target: the kind of device that tensors without a device are planned for, "cpu" or "cuda".
@@ -153,6 +159,8 @@ class Joint:
     differentiated: tuple[int, ...] = ()
     holes: tuple[Hole, ...] = ()
     hooked: bool = True
+    made: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
     held: tuple[int, ...] = field(default=(), compare=False)
     ends: tuple[int, ...] = field(default=(), compare=False)
     target: str = field(default_factory=target_kind)
@@ -166,6 +174,14 @@ class Joint:
     def backward(self) -> tuple[Op, ...]:
         """The ops of the backward."""
         return tuple(op for op in self.ops if not op.forward)
+
+    @functools.cached_property
+    def stored(self) -> tuple[int, ...]:
+        """The storages that outlive the call and are no results, such as that of a module's attribute."""
+        end, known = len(self.ops), {self.values[v].storage for v in (*self.results, *self.gradients)}
+        known |= set() if self.hooked else {self.values[v].storage for v in self.saved}
+        forward = {s for s, owner in enumerate(self.owner) if owner >= 0 and self.ops[owner].forward}
+        return tuple([s for s, at in enumerate(self.held) if at >= end and s in forward - known])
 
     @functools.cached_property
     def decisions(self) -> frozenset[int]:

@@ -6,15 +6,16 @@ backward, where their own graph is recorded. So a step takes little more memory 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import is_hook_refusal, outside_all_modes
+from remat.transforms.compat import hooks_aside, is_hook_refusal, outside_all_modes
 from remat.transforms.intermediates import only
 from remat.transforms.joint.graph import JointRecorder, differentiated, graph_of_run
-from remat.transforms.joint.holes import Opened, around, tensors_given
+from remat.transforms.joint.holes import Opened, around, parts_of, tensors_given
 from remat.transforms.joint.ops import Joint
 from remat.transforms.pytree import flatten, unflatten
 from remat.transforms.state import RandomState
@@ -96,39 +97,40 @@ class Apart:
 
     def _call(self) -> tuple[list[torch.Tensor], tuple[Any, Any]]:
         """Leaves like the arguments, and the arguments made of them."""
-        copies = {
-            id(t): t if isinstance(t, torch.nn.Parameter) else t.detach().requires_grad_(t.requires_grad)
-            for t in self.given
-        }
+        copies = {id(t): t if isinstance(t, torch.nn.Parameter) else _alias(t) for t in self.given}
         leaves = [copies.get(id(leaf), leaf) for leaf in self.leaves]
         return list(copies.values()), unflatten(leaves, self.spec)
 
     def run(self) -> Any:
         """The forward."""
-        copies, (args, kwargs) = self._call()
-        with outside_all_modes(), torch.enable_grad():
-            leaves, spec = flatten(self.fn(*args, **kwargs))
-        places = {id(t): k for k, t in enumerate(copies)}
-        fresh = [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in places]
+        _, given = self._call()
+        args, kwargs = given
+        # The recording around must not see what is saved here: it would hold that.
+        with outside_all_modes(), hooks_aside(), torch.enable_grad():
+            parts, fresh = parts_of(self.fn(*args, **kwargs), *given)
         graded = [t.requires_grad for t in fresh]
         with outside_all_modes():
-            fresh = [t.detach() for t in fresh]
+            fresh[:] = [t.detach() for t in fresh]
         hole = Opened(around.get(), self.given)
         anchor = torch.empty(0, requires_grad=any(graded))
         hole.begin(anchor)
         operands = [t for t in self.given if t.requires_grad]
-        made = iter(_Ran.apply(self, hole, fresh, graded, anchor, *operands) if fresh else ())
+        made = _Ran.apply(self, hole, fresh, graded, anchor, *operands) if fresh else ()
         if not any(graded):
             self.finish()
-        found = [
-            x
-            if not isinstance(x, torch.Tensor)
-            else self.given[places[id(x)]]
-            if id(x) in places
-            else next(made)
-            for x in leaves
-        ]
-        return unflatten(found, spec)
+        hole.give(made, ())
+        found = parts.filled(self.given, made)
+        self._hold()
+        return found
+
+    def _hold(self) -> None:
+        """Hold the arguments as autograd does: nobody is to take these for handles of the user's."""
+        recorder = around.get()
+        with recorder.lives.keeping() if recorder else contextlib.nullcontext():
+            copies = [t if isinstance(t, torch.nn.Parameter) else _alias(t) for t in self.given]
+        known = {id(t): copy for t, copy in zip(self.given, copies, strict=True)}
+        self.leaves = [known.get(id(leaf), leaf) for leaf in self.leaves]
+        self.given = copies
 
     def backward(self, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The forward again, and its backward: gradients of the operands."""
@@ -148,7 +150,7 @@ class Apart:
         with outside_all_modes():
             joint, gradients = record_run(self.fn, args, kwargs, cotangents=begin)
         now.restore()
-        self.told = True
+        self.told, self.leaves, self.given = True, [], []
         self.tell(joint)
         return [gradients.get(id(t)) for t in copies if t.requires_grad]
 
@@ -163,6 +165,10 @@ class Apart:
                 joint, _ = record_run(self.fn, args, kwargs, backward=False)
             now.restore()
             self.tell(joint)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class _Ran(torch.autograd.Function):

@@ -120,6 +120,7 @@ def _shell(graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any) -> Shel
     """What a call of this graph returns."""
     known = _SHELLS.recall(id(graph))
     if known is None or known[0] is not graph:
-        known = graph, shell_of(fn, args, kwargs, hooks=graph.joint.hooked)
+        shell = shell_of(fn, args, kwargs, hooks=graph.joint.hooked)
+        known = graph, shell.with_stored(graph.joint)
         _SHELLS[id(graph)] = known
     return known[1]

@@ -8,6 +8,9 @@ from remat.plan.graph.costs import (
 from remat.plan.graph.graph import (
     Graph,  # the region's joint graph as a planning problem
 )
+from remat.plan.graph.kernels import (
+    workspace,  # bytes that live while an op runs, besides what it reads and makes
+)
 from remat.plan.graph.roofline import (
     Roofline,  # prices in seconds, from speeds of a device
 )
@@ -20,5 +23,4 @@ from remat.plan.graph.stopwatch import (
 )
 from remat.plan.graph.traffic import (
     is_view,  # whether an op only hands out another look at storages that its arguments have
-    workspace,  # bytes that live while an op runs, besides what it reads and makes
 )

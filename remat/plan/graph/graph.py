@@ -34,11 +34,15 @@ class Graph:
     Attributes:
         joint: the joint graph.
         alone: whether it was traced outside of torch.func's levels.
+        elsewhere: the storages of results that count where they are held, outside of the region.
+        returned: those of them that nobody else holds any more when the region's backward begins.
         solved: what was solved on it: plans by their policies.
     """
 
     joint: Joint
     alone: bool = True
+    elsewhere: frozenset[int] = frozenset()
+    returned: frozenset[int] = frozenset()
     solved: BoundedCache[Hashable, Any] = field(
         default_factory=lambda: BoundedCache(64), repr=False, compare=False
     )
@@ -114,7 +118,7 @@ class Graph:
         if op.mutates or op.optional or is_view(joint, op):
             return INF
         fresh = {s for o in op.outputs if joint.owner[s := joint.values[o].storage] == position}
-        return float(sum(joint.storages[s] for s in fresh))
+        return float(sum(joint.storages[s] for s in fresh - self.elsewhere))
 
     def _input_size(self, number: int) -> float:
         value = self.joint.values[number]
@@ -128,6 +132,8 @@ class Graph:
         for number in joint.saved:
             storage = joint.values[number].storage
             first = joint.values[joint.family[storage][0]]
+            if storage in self.elsewhere:
+                continue
             if first.producer >= 0:
                 storages[storage] = joint.storages[storage]
             elif first.origin == "argument":
@@ -168,7 +174,7 @@ class Graph:
             reads[later] += (len(producer),)
             producer.append(earlier)
             size.append(INF)
-        need = frozenset(self.places(self.joint.saved))
+        need = frozenset(self.places((*self.joint.saved, *self.joint.dropped)))
         return Problem(tuple(cost), tuple(reads), tuple(producer), tuple(size), need=need)
 
     def places(self, numbers: Iterable[int]) -> tuple[int, ...]:

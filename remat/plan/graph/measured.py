@@ -53,25 +53,27 @@ class Measured:
                 'cost="measured" runs each op, and these tensors have no data: say on which device, as '
                 'device="cpu", or write cost="roofline".'
             )
-        described = map_only(Ref, lambda r: _describe(joint, r), (op.args, op.kwargs))
-        text = f"{op.name} {described}"
+        given = map_only(Ref, lambda r: described(joint, r), (op.args, op.kwargs))
+        text = f"{op.name} {given}"
         return hashlib.sha256(text.encode()).hexdigest()[:24], device
 
     def _time(self, joint: Joint, op: Op, device: str) -> float:
         try:
-            args, kwargs = map_only(Ref, lambda r: _tensor(joint, r, device), (op.args, op.kwargs))
+            args, kwargs = map_only(Ref, lambda r: tensor_like(joint, r, device), (op.args, op.kwargs))
             return best_seconds(lambda: op.target(*args, **kwargs), device)
         except Exception:
             # Whatever keeps one op from running alone, its price is no reason to fail a plan.
             return traffic(joint, op) / _copy_speed(device)
 
 
-def _describe(joint: Joint, ref: Ref) -> str:
+def described(joint: Joint, ref: Ref) -> str:
+    """A value in words that tell its kernels apart."""
     value = joint.values[ref.id]
     return f"{value.dtype}{value.shape}{value.stride}"
 
 
-def _tensor(joint: Joint, ref: Ref, device: str) -> torch.Tensor:
+def tensor_like(joint: Joint, ref: Ref, device: str) -> torch.Tensor:
+    """A tensor like a value."""
     value = joint.values[ref.id]
     made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
     # Zeros are valid indices and fast to make, but too kind to some kernels: floats get ordinary numbers.

@@ -1,0 +1,92 @@
+"""Bytes that a kernel takes while it runs, beside what it reads and makes."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+
+from remat.plan.graph.flops import flops_of
+from remat.plan.graph.measured import described, tensor_like
+from remat.plan.graph.stopwatch import alone
+from remat.transforms import BoundedCache, map_only
+from remat.transforms.compat import is_profiled
+from remat.transforms.joint import CONVOLUTION, CONVOLUTION_BACKWARD, Joint, Op, Ref, gpu_workspace
+
+# What libraries do inside of these depends on shapes, strides, threads and the processor.
+_LIBRARIES = ("aten.convolution", "aten._fft_")
+# Larger ones are not run to find that out.
+_FLOPS, _BYTES = 1e10, 1 << 28
+_seen: BoundedCache[str, int] = BoundedCache(4096)
+
+
+def workspace(joint: Joint, op: Op) -> int:
+    """Bytes that live while an op runs, besides what it reads and makes.
+
+    Convolutions and Fourier transforms of a CPU are run once, on tensors of the same sizes, unless they are
+    large. On a GPU, and of large ones, it is computed.
+    """
+    values = joint.values
+    made = [values[one] for one in op.outputs]
+    kind = made[0].device.type if made else "cpu"
+    if (joint.target if kind == "meta" else kind) != "cpu":
+        given = [values[one.id] if isinstance(one, Ref) else one for one in op.args]
+        return gpu_workspace(op.target, given, made)
+    if not op.name.startswith(_LIBRARIES):
+        return 0
+    size = sum(values[v].bytes for v in (*op.reads, *op.outputs))
+    if kind == "cpu" and size <= _BYTES and flops_of(joint, op) <= _FLOPS:
+        found = _measured(joint, op)
+        if found is not None:
+            return found
+    return _computed(joint, op)
+
+
+def _computed(joint: Joint, op: Op) -> int:
+    """What oneDNN takes: it copies what a convolution reads, and what its backward makes, into blocks of
+    channels; one by one pixel needs none."""
+    if op.target is not CONVOLUTION and op.target is not CONVOLUTION_BACKWARD:
+        return 0
+    back = op.target is CONVOLUTION_BACKWARD
+    refs = op.args[:3] if back else (op.args[0], *op.args[:2])
+    gradient, given, weight = [joint.values[ref.id] for ref in refs]
+    if math.prod(weight.shape[2:]) == 1:
+        return 0
+    return max(given.bytes + gradient.bytes, weight.bytes) if back else given.bytes + weight.bytes
+
+
+def _measured(joint: Joint, op: Op) -> int | None:
+    """What the op takes when it runs by itself; None where that cannot be seen."""
+    given = map_only(Ref, lambda r: described(joint, r), (op.args, op.kwargs))
+    key = f"{op.name} {given} {torch.get_num_threads()} {torch.backends.mkldnn.enabled}"
+    if key not in _seen:
+        found = None if is_profiled() else _run(joint, op)
+        if found is None:
+            return None
+        _seen[key] = found
+    return _seen[key]
+
+
+def _run(joint: Joint, op: Op) -> int | None:
+    # Torch 2.13's profiler writes a line to stderr at each start and stop unless told to be quiet.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with alone("cpu"):
+            args, kwargs = map_only(Ref, lambda r: tensor_like(joint, r, "cpu"), (op.args, op.kwargs))
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+                made = op.target(*args, **kwargs)
+    except Exception:
+        # Whatever keeps an op from running alone, its workspace is no reason to fail a plan.
+        return None
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    peak = alive = 0
+    events: list[Any] = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    del made
+    return peak - alive
