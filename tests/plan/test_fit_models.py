@@ -393,7 +393,7 @@ class OldConstants(Loops):
         (Stored, 0.001),
         (Told, 0.001),
         (Squashed, 0.001),
-        (Stable, 0.02),
+        (Stable, 0.05),  # planned 4 % above what it takes: what nobody reads goes before the end
         (Memories, 0.1),
         (OldConstants, 0.03),
     ],
@@ -455,7 +455,7 @@ def test_what_kernels_take_is_part_of_a_peak(kind):
     assert measured_bytes - plain.held.bytes == pytest.approx(plain.plain_bytes - plain.held.bytes, rel=0.01)
     done = remat.fit(model, x, peak=low).measure()
     assert done.applied and done.measured_bytes is not None
-    assert done.measured_bytes - done.held.bytes == pytest.approx(low - done.held.bytes, rel=0.02)
+    assert done.measured_bytes - done.held.bytes == pytest.approx(low - done.held.bytes, rel=0.03)
 
 
 class Stage(nn.Module):
