@@ -275,7 +275,10 @@ class Drawing:
         later = LATER[self.scene({step["how"] for step in program.steps})]
         words = [s for body, at in program.statements() for s in (body[at],) if s.kind == "word"]
         if later and words and dice.random() < 0.3:
-            if "torch.func" in program.source() or any(step["how"] == "batched" for step in program.steps):
+            # Results of scans and of transforms require gradients where others do not (docs/limits.md):
+            # there a backward inside runs, and accumulates.
+            scanned = any(word in program.source() for word in ("torch.func", "SCAN(", "LOOP("))
+            if scanned or any(step["how"] == "batched" for step in program.steps):
                 later = [kind for kind in later if kind != "INNER"]
             for statement in dice.sample(words, min(len(words), dice.choice((1, 1, 2)))):
                 statement.word = dice.choice(WORDS[dice.choice(later)])

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import engine_grad, in_transform, outside_inference
+from remat.transforms.compat import (
+    engine_grad,
+    functions_as_they_are,
+    in_transform,
+    outside_inference,
+)
 from remat.transforms.objects import is_tensor
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.state import in_backward, noting
@@ -92,6 +97,7 @@ class OneByOne:
         self.marks = [need and smooth(c) for c, need in zip(consts, needs[0], strict=True)]
         self.consts = [_alias(c, False, True) if m else c for c, m in zip(consts, self.marks, strict=True)]
         self.targets = [c for c, mark in zip(self.consts, self.marks, strict=True) if mark]
+        self.others = _others(self.consts, consts)
 
     def __call__(
         self, step: Callable[..., Any], carry: list[Any], x: list[torch.Tensor], cts: Grads
@@ -115,6 +121,8 @@ class OneByOne:
             (new, ys), last = noting(step, self.consts, state, row)
         with in_backward(last):
             grads = _pulled([*(new[i] for i in at), *ys], cts, targets, marks, False, ())
+        if self.others:
+            _handed_on(self.others)
         a, b = len(self.marks), len(self.marks) + len(at)
         return grads[:a], grads[a:b], [grads[b:]]
 
@@ -138,7 +146,9 @@ def _with_autograd(
         outs, last = noting(outputs, values)
     targets = [v for v, mark in zip(values, marks, strict=True) if mark]
     with in_backward(last):
-        return _pulled(outs, cts, targets, marks, create, over)
+        grads = _pulled(outs, cts, targets, marks, create, over)
+    _handed_on(_others(values[:consts], flat))
+    return grads
 
 
 def _pulled(
@@ -185,6 +195,28 @@ def _alias(tensor: torch.Tensor, create: bool, const: bool) -> torch.Tensor:
     if create and tensor.requires_grad:
         return tensor.view_as(tensor)
     return tensor.detach().requires_grad_()
+
+
+def _others(aliases: Sequence[torch.Tensor], consts: Sequence[torch.Tensor]) -> list[Any]:
+    """The aliases of consts that are leaves of their own, each with what it stands for."""
+    pairs = zip(aliases, consts, strict=False)
+    return [(v, _itself(t)) for v, t in pairs if v is not t and v.is_leaf and v.requires_grad]
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    """The leaf that a look at it stands for: under torch-function modes scans are given such."""
+    base = tensor._base
+    return base if base is not None and tensor.is_leaf and base.is_leaf else tensor
+
+
+def _handed_on(others: list[Any]) -> None:
+    """A Function in the body may go backward itself, and accumulate into the leaves that it reads: those of
+    the step's own pass on what they were given."""
+    with functions_as_they_are():
+        for alias, own in others:
+            if (gradient := alias.grad) is not None:
+                alias.grad = None
+                torch.autograd.backward(own, gradient)
 
 
 def _with_func(
