@@ -9,7 +9,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.autograd.profiler import record_function
@@ -23,6 +23,7 @@ from remat.transforms.compat import (
     functions_off,
     is_strided,
     is_wrapped,
+    modes_aside,
     profiling,
     seen_as_one_op,
     set_function_state,
@@ -48,6 +49,7 @@ class _Active(threading.local):
     place: str | None = None  # the user's line of the op that runs again, for those
     quiet = False
     aside = False  # whether what runs only says how the results of an op on wrappers lie
+    refused = 0  # the `id` of the last exception by which hooks of the user's refused a value
     unasked = False
     seeding = False  # whether the op that runs draws a seed
     travelling: str | None = None  # where what runs brings a value, "host" or "device"
@@ -317,6 +319,47 @@ def quiet(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     finally:
         active.quiet = before
+
+
+def beyond_regions(hook: Callable[..., Any], *args: Any) -> Any:
+    """Run a hook of the user's. What it computes is no op of the regions around, in the forward or later.
+
+    Torch's checkpoint runs its function again there, with regions inside: in the middle of a forward where
+    that goes backward itself. These keep what they kept, whatever is around.
+    """
+    if not active.stack:
+        return hook(*args)
+    with scoped(stack=[], quiet=False, selecting=False), modes_aside(Mode):
+        return hook(*args)
+
+
+def packed_by(hook: Callable[..., Any], tensor: torch.Tensor) -> Any:
+    """Have a hook of the user's pack a value, which is no op of a region around.
+
+    If it raises, the regions that this breaks off give it no more: torch's checkpoint counts them.
+    """
+    try:
+        return quiet(hook, tensor)
+    except BaseException as error:
+        active.refused = id(error)
+        raise
+
+
+Numbered: TypeAlias = "tuple[tuple[weakref.ref[Any], int], ...]"
+
+
+def numbered(tensor: torch.Tensor) -> Numbered:
+    """Under which numbers the recordings around know a tensor."""
+    known = [(mode, mode.bound(tensor)) for mode in recordings()]
+    return tuple([(weakref.ref(mode), number) for mode, number in known if number is not None])
+
+
+def numbered_again(tensor: torch.Tensor, known: Numbered) -> None:
+    """Have recordings that are still in progress know what hooks gave back as what those were given."""
+    for ref, number in known if active.stack else ():
+        mode: Any = ref()
+        if mode in active.stack and mode.bound(tensor) != number:
+            mode.bind(tensor, number)
 
 
 @contextlib.contextmanager

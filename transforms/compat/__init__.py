@@ -191,6 +191,7 @@ from remat.transforms.compat.modes import (
     jit_trace,  # what torch.jit.trace writes to, None where it does not
     memory_is_real,  # whether new tensors have memory
     modes_active,  # how many dispatch modes are active, torch's own for tracing included
+    modes_aside,  # within, dispatch modes of one kind see nothing
     outside_all_modes,  # step out of every dispatch mode and functorch level
     traced_as_it_runs,  # whether make_fx writes down what runs now, and no compiler has asked for it
     traced_by_dynamo,  # whether Dynamo looks into a torch-function mode of ours

@@ -155,6 +155,25 @@ def unseen(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
+@contextlib.contextmanager
+def modes_aside(kind: type[TorchDispatchMode]) -> Iterator[None]:
+    """Within, dispatch modes of this kind see nothing; others do, in their order."""
+    stack = active_modes()
+    first = next((at for at, mode in enumerate(stack) if isinstance(mode, kind)), len(stack))
+    others = [mode for mode in stack[first:] if not isinstance(mode, kind)]
+    for _ in stack[first:]:
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in others:
+        torch._C._push_on_torch_dispatch_stack(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            torch._C._pop_torch_dispatch_stack(None)
+        for mode in stack[first:]:
+            torch._C._push_on_torch_dispatch_stack(mode)
+
+
 def dispatch_is_off() -> bool:
     """Whether ops reach no dispatch mode here: within torch's own making of fake tensors."""
     return torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.Python)

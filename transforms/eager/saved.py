@@ -17,7 +17,7 @@ from remat.transforms.compat import (
     push_hooks,
     top_hooks,
 )
-from remat.transforms.context import quiet
+from remat.transforms.context import Numbered, beyond_regions, numbered, numbered_again, packed_by, quiet
 from remat.transforms.errors import RematError, not_repeated, written
 from remat.transforms.ops import lying_as, metadata, version_of
 from remat.transforms.tape import Held, Tape, map_tensors
@@ -47,7 +47,7 @@ class Packer:
 class SavedInput:
     """A tensor from outside a region, kept across through the hooks of whoever encloses the region."""
 
-    __slots__ = ("_fetched", "_given", "_task", "meta", "packed", "unpack", "version", "watched")
+    __slots__ = ("_fetched", "_given", "_known", "_task", "meta", "packed", "unpack", "version", "watched")
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class SavedInput:
         self._task = -1  # the backward pass for which it was fetched
         self.unpack, self.meta, self.version, self.watched = None, None, -1, None
         self._given: Any = None  # the tensor itself, by weak reference, and its version
+        self._known: Numbered = ()
         if written:
             self.packed: Any = tensor.detach()
             return
@@ -84,18 +85,20 @@ class SavedInput:
             self._given = weakref.ref(tensor), weakref.ref(around), version_of(around)
         else:
             self._given = weakref.ref(tensor), weakref.ref(around), version_of(around)
-            # What they compute is no op of a region around.
-            self.packed, self.unpack = quiet(hooks[0], tensor.detach()), hooks[1]
-            self.meta = metadata(tensor)
+            self.packed, self.unpack = packed_by(hooks[0], quiet(tensor.detach)), hooks[1]
+            self.meta, self._known = metadata(tensor), numbered(tensor)
 
     def get(self, inputs: Any, at: int) -> torch.Tensor:
         """The tensor again, without a history, the same object each time; `inputs.path` finds its name."""
         if self.unpack is not None:
             # Once a pass: torch's checkpoint gives it once.
             if self._fetched is None or self._task != graph_task():
-                fetched: torch.Tensor = self.unpack(self.packed).detach()
-                if self.meta is not None:
+                if self.meta is None:
+                    fetched: torch.Tensor = self.unpack(self.packed).detach()
+                else:
+                    fetched = quiet(beyond_regions(self.unpack, self.packed).detach)
                     fetched = quiet(lying_as, fetched, self.meta)
+                    numbered_again(fetched, self._known)
                 self._fetched, self._task = fetched, graph_task()
             return self._fetched
         if self.version >= 0 and self.watched._version != self.version:

@@ -4,6 +4,7 @@ backward pass that the function runs itself, before the forward is over: forces,
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from remat.transforms.pytree import flatten, split
 from remat.transforms.sharded import local_tensors, placements_of
 from remat.transforms.state import Print, prints_of
 from remat.transforms.tape import (
+    Held,
     Kept,
     Needs,
     Program,
@@ -91,7 +93,7 @@ def broken_off(frame: Any, recorder: Recorder, error: BaseException) -> None:
     try:
         # The user's exception goes on. Should a value be asked for after all, that raises.
         with contextlib.suppress(Exception):
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and id(error) != active.refused:
                 recorder.leave()
                 frame.tape = recorder.tape
                 settle(frame, recorder, None)
@@ -170,9 +172,24 @@ def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
             return {None if number is None else frame.tape.root_of(number) for number in numbers}
 
         frame.store = sent_away(frame.kept, frame.tape, roots)
+        if hooks is not None:
+            _tell_numbers(frame.kept, recorder)
     if recorder.parent is not None or frame.inputs.hooks is not None:
         # A region around copies what is about to be overwritten.
         _tell_around(frame, recorder, kept if hooks is None else frame.kept)
+
+
+def _tell_numbers(kept: dict[int, Any], recorder: Recorder) -> None:
+    """Say under which numbers the recordings around know what is kept, which hooks may give back early."""
+    for at, value in kept.items():
+        mode: Any = recorder
+        while at in mode.outer and mode.parent.records:
+            at, mode = mode.outer[at], mode.parent
+            if at >= len(nodes := mode.tape.nodes):
+                break
+            for number, held in enumerate(flatten(value)[0], nodes[at].first):
+                if isinstance(held, Held):
+                    held.known = (*held.known, (weakref.ref(mode), number))
 
 
 def _tell_around(frame: Any, recorder: Recorder, kept: dict[int, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from remat.transforms.closure import StrayWatch
 from remat.transforms.compat import (
+    at_backward_end,
     autograd_again,
     data_of,
     graph_task,
@@ -18,7 +19,7 @@ from remat.transforms.compat import (
     set_version,
     version_kept,
 )
-from remat.transforms.context import quiet
+from remat.transforms.context import active, beyond_regions, numbered, numbered_again, packed_by, quiet
 from remat.transforms.errors import RematError, written
 from remat.transforms.offload import Elsewhere, Store, away_in
 from remat.transforms.ops import lying_as, memory_of, metadata, storage, targets, traits, version_of
@@ -37,11 +38,13 @@ class Held(Elsewhere):
         hooks: the user's saved-tensor hooks, which it goes through as autograd's own saved values do.
 
     Attributes:
+        known: under which numbers the recordings around know it, where it goes through hooks.
         takers: how many regions keep it. Hooks such as those of torch's checkpoint give it once a pass.
     """
 
     __slots__ = (
-        "_fetched", "_left", "_task", "hooks", "meta", "packed", "region", "takers", "version", "watched"
+        "_fetched", "_left", "_task",
+        "hooks", "known", "meta", "packed", "region", "takers", "version", "watched",
     )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, region: str, hooks: Any, watched: Any = None) -> None:
@@ -53,7 +56,8 @@ class Held(Elsewhere):
         # What is made below autograd, as by a recorder, has a version of its own.
         self.watched = plain if watched is None else quiet(watched.detach)
         self.version = version_of(self.watched)
-        self.packed: Any = plain if hooks is None else quiet(hooks[0], plain)
+        self.packed: Any = plain if hooks is None else packed_by(hooks[0], plain)
+        self.known = () if hooks is None else numbered(tensor)
         self.meta = None if hooks is None else metadata(plain)
 
     @property
@@ -77,11 +81,19 @@ class Held(Elsewhere):
         value, task = self._fetched, graph_task()
         if value is None or task == -1 or task != self._task:
             with autograd_again():
-                value = quiet(lying_as, self.hooks[1](self.packed), self.meta)
+                value = quiet(lying_as, beyond_regions(self.hooks[1], self.packed), self.meta)
+            numbered_again(value, self.known)
             self._task, self._left = task, self.takers
         self._left -= 1
         self._fetched = value if self._left > 0 else None
+        if active.stack and task != -1:
+            # A backward inside of a forward: which regions take it is known when that is over.
+            self._fetched = value
+            at_backward_end(self._let_go)
         return value
+
+    def _let_go(self) -> None:
+        self._fetched = None
 
 
 def held_values(
