@@ -365,8 +365,9 @@ def test_functions_that_use_torch_func_inside_are_planned(transform):
         torch.testing.assert_close(gradients(ours), gradients(forces))
     plans = [BudgetPolicy(budget).plan(forces, x.requires_grad_()) for budget in (1.0, 0.5)]
     assert saved_residuals(forces, x).kept_bytes == 2888
-    # And the argument, 576 bytes: the function runs again as a whole, and reads it.
-    assert [plan.kept_bytes for plan in plans] == [2888 + 576, 1152 + 576]
+    assert plans[0].default_bytes == 2888
+    # Of the second one 576 are the argument: the function runs again as a whole, and reads it.
+    assert [plan.kept_bytes for plan in plans] == [2888, 1160]
 
 
 def test_a_budget_around_a_function_that_calls_a_compiled_module():
@@ -382,3 +383,28 @@ def test_a_budget_around_a_function_that_calls_a_compiled_module():
         warnings.simplefilter("ignore")
         ours = gradients(remat(lambda x: fast(x), policy=checkpoint_policy(budget=0.5)))
     same(ours, gradients(net))
+
+
+@pytest.mark.filterwarnings("ignore:A budget of")
+@pytest.mark.parametrize("transform", ["autograd", "grad", "compiled"])
+def test_nested_budgets_leave_torchs_log_empty(transform, capfd):
+    """A look inside of a look: whatever torch tries there and takes back is nobody's to read."""
+    layers = [torch.nn.Linear(8, 8) for _ in range(2)]
+
+    def budgeted(fn):
+        return remat(fn, policy=checkpoint_policy(budget=0.6))
+
+    def inner(x):
+        for layer in layers:
+            x = budgeted(lambda x, layer=layer: layer(x).tanh().sin())(x)
+        return x
+
+    outer = budgeted(lambda x: budgeted(inner)(x).square().tanh())
+    x = torch.randn(4, 8, requires_grad=True)
+    for _ in range(2):
+        if transform == "grad":
+            grad(lambda x: outer(x).sum())(x)
+        else:
+            fn = torch.compile(outer, backend="aot_eager") if transform == "compiled" else outer
+            fn(x).sum().backward()
+    assert not capfd.readouterr().err

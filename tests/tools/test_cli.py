@@ -409,6 +409,9 @@ def test_ops_of_a_built_in_model_have_lines():
         ("init lama", "Write llama, or the path of a config.json"),
         ("plan hf:lama-3-8b --peak 80GB", "Did you mean hf:llama-3-8b?"),
         ("plan hf:nope --peak 80GB", "write one of llama-3-8b"),
+        ("plan hf:nope", "write one of llama-3-8b"),
+        ("plan hf:lama-3-8b", "Did you mean hf:llama-3-8b?"),
+        ("plan hf:llama-3-8b", "write --peak 80GB"),
         ("plan hf:{folder} --peak 80GB", "the config names no model_type"),
     ],
 )

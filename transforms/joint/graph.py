@@ -424,6 +424,8 @@ def _read_in_backward(recorder: JointRecorder, results: Iterable[int] = ()) -> d
     made |= {number for number, value in enumerate(recorder.values) if value.origin == "tangent"}
     found = {r: None for op in recorder.ops if not op.forward for r in op.reads if r not in made}
     known = {recorder.values[number].storage for number in (*found, *results)}
+    # Whoever gave an argument holds it, and views of it with it.
+    known |= {value.storage for value in recorder.values if value.producer < 0}
     for number, value in enumerate(recorder.values):
         if value.origin == "op" and value.storage in recorder.there - known:
             known.add(value.storage)

@@ -159,7 +159,8 @@ def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: b
     # Those that somebody else holds are there without these.
     held = [storage_held(t) if t.layout is torch.strided else None for t in fresh]
     fresh.clear()
-    stay = [h is not None and h.expired() is False for h in held]
+    # (Without hooks a node that has saved its own result holds it, too.)
+    stay = [hooks and h is not None and h.expired() is False for h in held]
     return Shell(parts, tuple([replace(m, stays=stays) for m, stays in zip(metas, stay, strict=True)]))
 
 

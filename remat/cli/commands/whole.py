@@ -11,7 +11,7 @@ from json import dumps
 from remat._core import format_bytes
 from remat._fit import fit
 from remat.cli.errors import UsageError
-from remat.cli.models import published
+from remat.cli.models import check_published, published
 from remat.cli.options import DTYPES
 
 
@@ -29,6 +29,7 @@ def plan_published(
 ) -> None:
     """Print what the blocks of a model do for its step to stay within a peak, and what planning took."""
     if not peak:
+        check_published(name)
         raise UsageError(f"hf:{name} is planned for a peak: write --peak 80GB.")
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype} is not a dtype of a model. Write {', '.join(DTYPES)}.")

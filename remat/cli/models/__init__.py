@@ -9,6 +9,7 @@ from remat.cli.models.hf import (
     transformers_for,  # the package, or a line that says how to install it
 )
 from remat.cli.models.published import (
+    check_published,  # that there is such a model
     published,  # a published model on the meta device, and the keywords of a step of it
 )
 from remat.cli.models.shapes import (

@@ -94,6 +94,12 @@ def published(name: str, dtype: torch.dtype, batch: int, seq: int) -> tuple[torc
     return model.train(), _inputs(model, config, dtype, batch, seq)
 
 
+def check_published(name: str) -> None:
+    """Raise a UsageError where `published` knows no such model; nothing is built."""
+    if name != UNET:
+        _config(transformers_for(f"hf:{name}"), name)
+
+
 def _unet(dtype: torch.dtype, batch: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     """SDXL's U-Net at 1024 x 1024 pixels, by diffusers."""
     try:
