@@ -281,7 +281,7 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
 def main(names: list[str]) -> None:
     """Print the rows of these models, or print and write those of all."""
     warnings.simplefilter("ignore")
-    found: list[dict[str, Any]] = []
+    found: list[Any] = []
     for name in names or list(MODELS):
         try:
             for row in rows(name):

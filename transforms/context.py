@@ -138,6 +138,10 @@ class Mode(DispatchMode):
     def leave(self) -> None:
         """Go on recording where a forward was held against a tape."""
 
+    def bound(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor that is known, None if it is not; a graph has none."""
+        return None
+
     @property
     def position(self) -> int:
         """How many ops it has seen."""

@@ -554,4 +554,7 @@ def test_hooks_are_given_no_tensor_without_memory(name: str, hooks: str, nested:
     region = lambda fn: remat(fn, policy=policy)  # noqa: E731
     expected = run(plainly, plainly)
     for found, right in zip(run(region, region if nested else plainly), expected, strict=True):
-        assert (found is None and right is None) or torch.equal(found, right)
+        if found is None or right is None:
+            assert found is right
+        else:
+            assert torch.equal(found, right)

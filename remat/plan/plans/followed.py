@@ -100,8 +100,9 @@ class Following(Policy):
 
     @property
     def recomputes_nothing(self) -> bool:
-        """Whether all that costs anything is kept on the device."""
-        return bool(self.plans) and all(plan.cost == 0 and not plan.sent for plan in self.plans)
+        """Whether all that costs anything is kept on the device, and all that autograd keeps may be."""
+        plans = self.plans
+        return bool(plans) and all(p.cost == 0 and not p.sent and p.budget >= p.default_bytes for p in plans)
 
     @functools.cached_property
     def key(self) -> Hashable:
