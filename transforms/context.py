@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.autograd.profiler import record_function
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from remat.transforms.compat import (
@@ -29,7 +30,6 @@ from remat.transforms.compat import (
     set_function_state,
     sharding_aside,
     storage_key,
-    traced_by_dynamo,
 )
 from remat.transforms.sharded import is_wrapper, local_tensors, wraps
 
@@ -295,7 +295,8 @@ class MemoryWatch(TorchFunctionMode):
     """Around a forward in plain autograd: notices what goes past torch's dispatcher."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not traced_by_dynamo() and func not in _no_doors and _may_be_door(func):
+        # Dynamo looks into modes that are on where a compiled function is called: this one adds nothing.
+        if not is_dynamo_compiling() and func not in _no_doors and _may_be_door(func):
             notice(func, args)
         return func(*args, **kwargs) if kwargs else func(*args)
 

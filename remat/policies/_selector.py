@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from remat._core import Call, Decision, OpInfo, TensorMeta, describe, warn_user
 from remat.policies._base import Policy, check_verdict
 from remat.transforms import BoundedCache, RematError, tensors_in, traits
-from remat.transforms.compat import is_batched_below, traced_by_dynamo
+from remat.transforms.compat import is_batched_below
 from remat.transforms.intermediates import current
 from remat.transforms.tape import Node, Tape, Verdicts
 
@@ -36,7 +36,7 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if traced_by_dynamo():
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         self.latest = (func, args, kwargs)
         op = _FUSED.get(getattr(func, "__name__", ""))

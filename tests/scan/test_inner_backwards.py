@@ -11,35 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from remat import remat, save_matmuls, save_nothing, scan_layers, scan_remat, while_remat
+from tests.bank.library import Accumulates
 
 Step = Callable[[Tensor], Tensor]
 STEPS = 3
 
 
-class Again(torch.autograd.Function):
-    """Runs a function without a graph, and again in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, fn: Step, x: Tensor) -> Tensor:  # pyright: ignore
-        ctx.fn = fn
-        ctx.save_for_backward(x)
-        return fn(x)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            out = ctx.fn(x)
-        torch.autograd.backward(out, cotangents[0])
-        return None, x.grad
-
-
 def whole(fn: Step, x: Tensor) -> Tensor:
-    return Again.apply(fn, x)  # pyright: ignore
+    return Accumulates.apply(fn, x)  # pyright: ignore
 
 
 def in_chunks(fn: Step, x: Tensor) -> Tensor:
-    return torch.cat([Again.apply(fn, part) for part in x.chunk(2)])  # pyright: ignore
+    return torch.cat([Accumulates.apply(fn, part) for part in x.chunk(2)])  # pyright: ignore
 
 
 def beside(fn: Step, x: Tensor) -> Tensor:

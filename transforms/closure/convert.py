@@ -38,7 +38,6 @@ from remat.transforms.compat import (
     is_wrapped,
     modes_active,
     next_node,
-    traced_by_dynamo,
     unwrap_once,
     unwrapped,
     watch_transforms,
@@ -144,7 +143,7 @@ class ClosureConversion(TorchFunctionMode):
         return super().__exit__(*exc)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if traced_by_dynamo():
+        if torch.compiler.is_dynamo_compiling():  # it looks into modes: this one adds nothing
             return func(*args, **(kwargs or {}))
         # What a dispatch mode calls and looks at while it handles an op says nothing of the function: fewer
         # modes are active there, or it is the op's overload that is called.

@@ -12,7 +12,6 @@ from remat.transforms.compat.ambient import (
     function_state,  # whether torch functions ask their modes and subclasses
     functions_as_they_are,  # a context without torch-function modes
     functions_off,  # that state where they do not
-    is_profiled,  # whether a profiler is on
     is_strided,  # whether `value` is a tensor with one block of memory behind it
     module_hooks,  # the tables of the hooks that run for every module
     modules_watched,  # whether any global module hook is set
@@ -194,7 +193,6 @@ from remat.transforms.compat.modes import (
     modes_aside,  # within, dispatch modes of one kind see nothing
     outside_all_modes,  # step out of every dispatch mode and functorch level
     traced_as_it_runs,  # whether make_fx writes down what runs now, and no compiler has asked for it
-    traced_by_dynamo,  # whether Dynamo looks into a torch-function mode of ours
     uncompiled,  # a function of which Dynamo compiles no frame, nor of what it calls
     unseen,  # within, ops on `tensor` reach no dispatch mode
     watched,  # whether hooks or a dispatch mode follow what runs here

@@ -100,12 +100,6 @@ def storage_held(tensor: torch.Tensor) -> Any:
         return StorageWeakRef(tensor.untyped_storage())
 
 
-def is_profiled() -> bool:
-    """Whether a profiler is on: there is one at a time."""
-    enabled: Any = getattr(torch.autograd, "_profiler_enabled")  # noqa: B009
-    return bool(enabled())
-
-
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.data`, of which no torch-function mode is told."""
     with functions_as_they_are():

@@ -74,11 +74,6 @@ class DispatchMode(TorchDispatchMode):
             uncompiled(cls.__dict__["__torch_dispatch__"])
 
 
-# Whether Dynamo traces the code that asks. It looks into torch-function modes that are on where a compiled
-# function is called: one of ours adds nothing to that function's graph.
-traced_by_dynamo: Callable[[], bool] = torch.compiler.is_dynamo_compiling
-
-
 def traced_as_it_runs() -> bool:
     """Whether make_fx writes down what runs now, and no compiler has asked for it."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None and not is_tracing()

@@ -301,9 +301,8 @@ class Frame(Packer):
 
     def hold_residuals(self, residuals: Residuals) -> None:
         """Hold all that autograd saves as it is."""
+        residuals.leave(self.hollow)
         for handle, tensor in list(residuals.tensors.items()):
-            if handle.at in self.hollow:
-                continue
             handle.value = Held(tensor, self.region.name, users(self.inputs.hooks))
         residuals.finish()
 

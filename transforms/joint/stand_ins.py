@@ -28,7 +28,6 @@ from remat.transforms.compat import (
     is_wrapped,
     nothing_gathered,
     outside_all_modes,
-    traced_by_dynamo,
     without_module_trackers,
 )
 from remat.transforms.context import ADDRESSES, planning, quiet
@@ -50,7 +49,7 @@ class StandIns(TorchFunctionMode):
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if traced_by_dynamo() or dispatch_is_off():
+        if torch.compiler.is_dynamo_compiling() or dispatch_is_off():
             # Torch makes a fake of a tensor that an old constructor made, such as `torch.FloatTensor([1.0])`.
             return func(*args, **(kwargs or {}))
         args, kwargs = self.swapped(args), self.swapped(kwargs or {})

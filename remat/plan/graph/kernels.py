@@ -12,7 +12,7 @@ from remat.plan.graph.flops import flops_of
 from remat.plan.graph.measured import described, tensor_like
 from remat.plan.graph.stopwatch import alone
 from remat.transforms import BoundedCache, map_only
-from remat.transforms.compat import is_profiled
+from remat.transforms.compat import profiling
 from remat.transforms.joint import CONVOLUTION, CONVOLUTION_BACKWARD, Joint, Op, Ref, gpu_workspace
 
 # What libraries do inside of these depends on shapes, strides, threads and the processor.
@@ -62,7 +62,7 @@ def _measured(joint: Joint, op: Op) -> int | None:
     given = map_only(Ref, lambda r: described(joint, r), (op.args, op.kwargs))
     key = f"{op.name} {given} {torch.get_num_threads()} {torch.backends.mkldnn.enabled}"
     if key not in _seen:
-        found = None if is_profiled() else _run(joint, op)
+        found = None if profiling() else _run(joint, op)
         if found is None:
             return None
         _seen[key] = found
