@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Python writes byte code down even where the shell says not to: every process would compile the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: sweep test test-all test-packages test-versions test-product fuzz lint format bench docs docs-version docs-serve screenshots build release clean
+.PHONY: sweep test test-all test-packages test-versions test-product fuzz lint format bench size docs docs-version docs-serve screenshots build release clean
 
 sweep: $(STAMP)
 	$(BIN)/python -m remat sweep $(ARGS)
@@ -59,6 +59,10 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
+
+# Statements, lines and docstrings of each package; `ARGS='transforms/scan'` counts a folder.
+size:
+	$(PYTHON) -m benchmarks.size $(ARGS)
 
 # The pictures of the site and of the report's page; needs chromium.
 screenshots: $(STAMP)
