@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
@@ -142,6 +143,7 @@ class Pass:
         self.model = subject.build().to(dtype)
         self.model.last = self.model.last.to(dtype)
         self.hooks: list[Any] = []
+        self.wrapped: Callable[..., Tensor] | None = None  # the model as several processes train it
         library.lookup.cache_clear()
 
     def run(self, step: dict[str, Any], seed: int) -> Seen:
@@ -585,6 +587,28 @@ def counted(run: Pass, step: dict[str, Any]) -> Seen:
     return seen | {"at most unlike": int(packs[0] != packs[1])}
 
 
+def two_ranks(run: Pass, step: dict[str, Any]) -> Seen:
+    """One rank of those that train one model, each on inputs of its own (`tests.bank.ranks` makes the group).
+
+    Its gradients are means over the ranks.
+    """
+    x, y = run.inputs(step)
+    x = (x.detach() + dist.get_rank() / 4).requires_grad_()
+    if run.wrapped is None:
+        run.wrapped = run.model
+        if any(p.requires_grad for p in run.model.parameters()):
+            run.wrapped = nn.parallel.DistributedDataParallel(run.model)
+    # Every weight counts, if only by zero: a weight without a gradient is another setting of the wrapper.
+    loss = total([run.wrapped(x, y)]) + sum((0 * t.double()).sum() for t in run.leaves(x))
+    run.model.escaped.clear()
+    run.model.noted = None
+    seen: Seen = {"value": loss.detach().clone()}
+    if loss.requires_grad:
+        loss.backward()
+        seen["gradients"] = [None if t.grad is None else t.grad.clone() for t in run.leaves(x)]
+    return seen
+
+
 def inside_checkpoint(model: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args: checkpoint(model, *args, use_reentrant=False)
 
@@ -673,7 +697,10 @@ WAYS: dict[str, Callable[..., Seen]] = {
     "counted": counted,
     "cloned": under_hooks(lambda t: t.clone(), lambda t: t),
     "on_cpu": around(lambda model: on_cpu(model)),
+    "two_ranks": two_ranks,
 }
+# All but what compares with slopes, in place of numbers, and what needs a group of processes.
+IN_ONE_PROCESS = [way for way in WAYS if way not in ("differences", "two_ranks")]
 
 
 def twice(pull: Callable[..., Any], cotangent: Tensor) -> Any:

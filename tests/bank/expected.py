@@ -112,7 +112,7 @@ OTHERWISE = (
     ),
     Expected(
         "backward twice partial accumulate two_forwards reversed again update drop counted cloned on_cpu "
-        "double batched thread threads copied anomaly in_checkpoint in_scan",
+        "double batched thread threads copied anomaly in_checkpoint in_scan two_ranks",
         "argument",
         "refused invalid",
         "argument|",
@@ -348,6 +348,8 @@ TORCH = {
     "counted": ("transform_inside_over_a_region implicit_step gradient_inside argument_written"),
     "cloned": ("implicit_step transform_inside_over_a_region gradient_inside argument_written"),
     "on_cpu": ("transform_inside_over_a_region implicit_step gradient_inside argument_written"),
+    # A backward of its own gives weights their gradients: the wrapper takes that for a second use.
+    "two_ranks": "layer_that_accumulates_in_its_backward tiles_that_accumulate reversible_pair",
 }
 REFUSED = {
     way: frozenset([*names.split(), *(_NO_FUNC.split() if way in _FUNC.split() else ())])
