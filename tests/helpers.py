@@ -53,7 +53,7 @@ def nan_where_nobody_wrote(backend: str | None = None) -> Iterator[None]:
 def forget() -> None:
     """Forget what first calls taught: the next call of every region is a first one."""
     for known in list(cache._caches.values()):
-        known.uses_func = known.differentiates = False
+        known.uses_func = known.differentiates = known.unframed = False
     forget_all()
     # A graph that an earlier test left alive would have its values fetched ahead in the next one's backward.
     prefetch._order.last = None
@@ -266,6 +266,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[StorageWeakRef, int]] = []
+        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.made = [(ref, size) for ref, size in self.made if not ref.expired()]
@@ -279,6 +280,7 @@ class LiveBytes(TorchDispatchMode):
         for t in pytree.tree_leaves(out):
             if isinstance(t, Tensor) and t.untyped_storage()._cdata not in known:
                 self.made.append((StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()))
+        self.peak = max(self.peak, self.bytes)
         return out
 
     @property

@@ -91,6 +91,7 @@ class Mode(DispatchMode):
     tape: Tape
     records = False  # whether it watches a forward
     reruns = False  # whether it watches one of which the function runs again
+    levels = False  # whether it watches one that a level of torch.func differentiates
     skipped = False  # whether it has left out an op, for whose results something without numbers stands in
     parent: Mode | None = None  # what records or replays around it
     # Whether hooks of the user's lie between. They may run it again alone, as torch's checkpoint does, and
@@ -245,7 +246,10 @@ PAST_DISPATCH = DOORS | {_LOOK}
 def notice(func: Any, args: Any) -> None:
     """Tell the recording around of a torch function that goes past torch's dispatcher."""
     name = getattr(func, "__name__", "")
-    if name == "__set__" and func.__self__ is _DATA:
+    if any([mode.levels for mode in active.stack]):
+        # Levels have no such memory, and a plain tensor that is captured is no operand there.
+        run_again_whole("raw memory is looked at under torch.func")
+    elif name == "__set__" and func.__self__ is _DATA:
         if len(args) > 1 and _is_there(*args):
             return  # as `module.to(x)` does where nothing moves
         run_again_whole("it replaces the data of a tensor")
@@ -503,13 +507,14 @@ def recomputed_region() -> str | None:
 def is_recomputing() -> bool:
     """Whether the code that asks runs as part of a recomputation.
 
-    Under plain autograd a recomputation runs ops and no code of yours, so that hooks, counters and prints run
-    once and the answer is no. It is true where the function itself runs again. That is under `torch.func`,
-    and under plain autograd where its ops do not tell all that it computed (raw kernels, collectives,
-    operators on functions). Also where a budget is planned (once for each shape of the arguments, on tensors
-    without data), and where `capture_grads` looks for names under `torch.func`. For counters, prints and
-    logs. The same torch ops must run in both passes. Under `torch.func` a result that the backward does not
-    need may hold no numbers in the recomputation. For intermediates there is `remat.capture`.
+    Under plain autograd, and under one derivative of `torch.func`, a recomputation runs ops and no code of
+    yours: hooks, counters and prints run once and the answer is no. It is true where the function itself runs
+    again. That is under nested derivatives of `torch.func`, and where ops do not tell all that it computed
+    (raw kernels, collectives, operators on functions). Also where a budget is planned (once for each shape of
+    the arguments, on tensors without data), and where `capture_grads` looks for names under `torch.func`. For
+    counters, prints and logs. The same torch ops must run in both passes. Under nested derivatives a result
+    that the backward does not need may hold no numbers in the recomputation. For intermediates there is
+    `remat.capture`.
 
     Example:
         >>> from remat import is_recomputing

@@ -7,7 +7,7 @@ import torch
 from torch.func import grad
 
 from remat import remat, save_nothing, while_remat
-from tests.conformance.counting import BACKWARDS, FUNKY, check_grads, jax_sin, pullback_ops, sines, smooth_sin
+from tests.conformance.counting import BACKWARDS, FUNKY, check_grads, jax_sin, sines, smooth_sin
 from tests.conformance.test_jax_control_flow import POSITIVE, Sine, X, branch, check_twice, scan
 from tests.helpers import LiveBytes, jvp
 
@@ -30,7 +30,7 @@ def test_remat_of_scan_funky_custom_jvp(ops_of, policy, left, depth):
 
     JAX counts one and one under nothing, and two and two for a loop of a loop. Here a loop is a region, too:
     what is around it runs its step for the carry, and it runs the step again. So a loop of a loop costs a
-    sine more, and torch.func, whose pull-back runs the function whole, all twice.
+    sine more.
     """
     apply = {} if depth == 1 else {"apply": once}
 
@@ -41,10 +41,10 @@ def test_remat_of_scan_funky_custom_jvp(ops_of, policy, left, depth):
         step = lambda x: sine(x, **apply)  # noqa: E731
         return remat(lambda x: once(step, once(step, x)), policy=policy)
 
-    nothing, whole = policy == save_nothing, 1 + (ops_of is pullback_ops)
-    assert sines(ops_of(of(jax_sin), POSITIVE)) == ((whole, whole) if nothing else left)
+    nothing = policy == save_nothing
+    assert sines(ops_of(of(jax_sin), POSITIVE)) == ((1, 1) if nothing else left)
     if nothing:
-        assert sines(ops_of(of_two(jax_sin), POSITIVE)) == ((3, 2) if whole == 1 else (4, 4))
+        assert sines(ops_of(of_two(jax_sin), POSITIVE)) == (3, 2)
     check_twice(of(smooth_sin))
     check_twice(of_two(smooth_sin))
 

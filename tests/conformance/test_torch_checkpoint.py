@@ -162,13 +162,16 @@ def other_shape(x):
 
 @pytest.mark.parametrize(("first", "later"), [(three, two), (two, three), (two, other_shape)])
 def test_checkpoint_detects_non_determinism(first, later):
-    """Plain autograd: ops are repeated and the function is not, so it cannot drift. torch.func: it raises."""
+    """Ops are repeated, the function is not: it cannot drift. Nested derivatives run it again and raise."""
     x = leaf(1)
+    (expected,) = torch.autograd.grad(first(x).sum(), x)
     (got,) = torch.autograd.grad(checkpoint(drifting(first, later), x).sum(), x)
-    torch.testing.assert_close(got, torch.autograd.grad(first(x).sum(), x)[0])
+    torch.testing.assert_close(got, expected)
+    fn = drifting(first, later)
+    torch.testing.assert_close(func_grad(lambda x: checkpoint(fn, x).sum())(x.detach()), expected)
     fn = drifting(first, later)
     with pytest.raises(RematError, match="does not repeat its forward"):
-        func_grad(lambda x: checkpoint(fn, x).sum())(x.detach())
+        func_grad(func_grad(lambda x: checkpoint(fn, x).sum()))(x[0].detach())
 
 
 def test_access_saved_tensor_twice_without_recomputation_works():

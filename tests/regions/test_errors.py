@@ -37,7 +37,7 @@ def test_policy_of_a_wrong_type(policy):
         remat(torch.sin, policy=policy)
 
 
-@pytest.mark.parametrize("mode", ["backward", "grad", "vmap_grad"])
+@pytest.mark.parametrize("mode", ["backward", "grad", "vmap_grad", "nested"])
 @pytest.mark.parametrize("answer", [None, "yes", 1])
 def test_policy_with_a_wrong_answer(mode, answer):
     def bad_rule(info):
@@ -59,14 +59,15 @@ def run(mode, region, x=None):
     if mode in ("backward", "unseen"):
         leaf = x.clone().requires_grad_()
         return torch.autograd.grad(region(leaf).sum(), leaf)[0]
-    if mode == "grad":
-        return grad(lambda x: region(x).sum())(x)
-    return vmap(grad(lambda x: region(x).sum()))(torch.stack([x, x]))
+    way = grad(lambda x: region(x).sum())
+    if "nested" in mode:
+        way = grad(lambda x, way=way: way(x).sum())
+    return vmap(way)(torch.stack([x, x])) if "vmap" in mode else way(x)
 
 
-MODES = pytest.mark.parametrize("mode", ["backward", "grad", "vmap_grad"])
-# Where the function itself runs again: under torch.func, and in plain autograd where a kernel went unseen.
-RUN_AGAIN = pytest.mark.parametrize("mode", ["unseen", "grad", "vmap_grad"])
+MODES = pytest.mark.parametrize("mode", ["backward", "grad", "vmap_grad", "nested"])
+# Where the function itself runs again: under nested levels, and in plain autograd where a kernel went unseen.
+RUN_AGAIN = pytest.mark.parametrize("mode", ["unseen", "nested", "vmap_nested"])
 
 
 def test_unknown_determinism_check():
@@ -108,12 +109,15 @@ class Opaque:
         self.value = value
 
 
-@pytest.mark.parametrize("mode", ["grad", "vmap_grad"])
+@pytest.mark.parametrize("mode", ["grad", "vmap_grad", "nested"])
 def test_outputs_that_torch_func_does_not_accept(mode):
-    """It takes them as they are; a generator would compute once the region is over."""
+    """It takes them as they are; nested, what a generator computes once the region is over would be lost."""
     region = remat(lambda x: Opaque(x.sin()), name="my_block")
     run(mode, lambda x: region(x).value)
     lazy = remat(lambda x: (row.sin() for row in x), name="my_block")
+    if mode != "nested":
+        same(run(mode, lambda x: next(lazy(x))), run(mode, lambda x: x[0].sin()))
+        return
     with pytest.raises(RematError, match="'my_block' returns a generator"):
         run(mode, lambda x: next(lazy(x)))
 
@@ -272,7 +276,8 @@ def flips(first, second, mode):
 @pytest.mark.parametrize("check", ["metadata", "exact", "none"])
 @pytest.mark.parametrize("policy", ["nothing", "matmuls", "rule", "ops"])
 @pytest.mark.parametrize("calls", [1, 2])
-def test_plain_autograd_runs_again_the_ops_that_ran_and_no_python(policy, check, calls):
+@pytest.mark.parametrize("mode", ["backward", "vjp"])
+def test_ops_that_ran_run_again_and_no_python(policy, check, calls, mode):
     again = []
 
     def fn(x):
@@ -284,11 +289,13 @@ def test_plain_autograd_runs_again_the_ops_that_ran_and_no_python(policy, check,
     region = remat(fn, policy=POLICIES[policy], determinism_check=check)
     for _ in range(calls):
         x, scale = rand(3).requires_grad_(), [2.0]
-        out, before = region(x), torch.get_rng_state()
+        out, pull = vjp(region, x.detach()) if mode == "vjp" else (region(x), None)
+        pull = pull or (lambda ct, out=out, x=x: torch.autograd.grad(out, x, ct, retain_graph=True))
+        before = torch.get_rng_state()
         scale[0] = 3.0
-        got = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        got = pull(torch.ones_like(out))
         same(got, torch.autograd.grad(torch.tanh(x.sin().exp() * 2.0).cos().sum(), x))
-        same(torch.autograd.grad(out.sum(), x), got)
+        same(pull(torch.ones_like(out)), got)
         assert again == [1] and torch.equal(before, torch.get_rng_state())
         again.clear()
 
@@ -445,4 +452,4 @@ def test_a_linearized_function_inside_a_region_is_refused_in_words():
         return out + push(x.cos())
 
     with pytest.raises(RematError, match=r"torch\.func\.linearize"):
-        torch.func.grad(lambda x: remat(inside)(x).sum())(rand(3))
+        grad(lambda x: grad(lambda x: remat(inside)(x).sum())(x).sum())(rand(3))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from remat import (
     RematError,
@@ -141,10 +141,11 @@ def test_forward_hooks_under_torch_func():
             return self.wrap(self.model)(x)
 
     params = {"model." + k: p for k, p in params.items()}
-    expected = vmap(grad(loss(lambda m: m)), (None, 0))(params, X)
-    calls.clear()
-    same(vmap(grad(loss(remat)), (None, 0))(params, X), expected)
-    assert calls == [False, True]
+    for way, runs in ((grad, [False]), (hessian, [False, True])):
+        expected = vmap(way(loss(lambda m: m)), (None, 0))(params, X)
+        calls.clear()
+        same(vmap(way(loss(remat)), (None, 0))(params, X), expected)
+        assert calls == runs
 
 
 @POLICIES
@@ -259,6 +260,7 @@ MODES = {
     "backward": lambda f, x: f(x.clone().requires_grad_()).sum().backward(),
     "grad": lambda f, x: grad(lambda x: f(x).sum())(x),
     "vmap grad": lambda f, x: vmap(grad(lambda x: f(x).sum()))(x),
+    "jvp of grad": lambda f, x: jvp(grad(lambda x: f(x).sum()), (x,), (x,)),
 }
 
 
@@ -271,10 +273,10 @@ def test_is_recomputing(mode):
         return x.sin().exp()
 
     assert not is_recomputing()
-    again = [] if mode == "backward" else [True]
+    again = [True] if mode == "jvp of grad" else []
     MODES[mode](remat(region), X)
     assert told == [False] + again and not is_recomputing()
-    # Under torch.func, k regions in one another run the innermost once in the forward and once for each.
+    # Under nested levels, k regions in one another run the innermost once in the forward and once for each.
     nested = region
     for k in range(1, 4):
         told.clear()
@@ -356,7 +358,7 @@ def test_labels_cost_nothing_without_a_profiler(monkeypatch):
         run(remat(lambda x: x.sin().exp()), X)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["backward", "jvp of grad"])
 def test_a_failing_recomputation_is_over(mode):
     def region(x):
         if is_recomputing():
@@ -368,13 +370,13 @@ def test_a_failing_recomputation_is_over(mode):
     assert not is_recomputing()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_other_ops_in_the_recomputation_are_told(mode):
+@pytest.mark.parametrize("run", [MODES["backward"], lambda f, _: TWICE["grad of grad"](f)])
+def test_other_ops_in_the_recomputation_are_told(run):
     """What runs no op may depend on `is_recomputing`; other ops there would make another function."""
 
     def region(x):
-        h = (x + unseen(x) if mode == "backward" else x).exp()
+        h = (x + unseen(x)).exp()
         return (h if is_recomputing() else h.clone()).sin()
 
     with pytest.raises(RematError, match="does not repeat its forward"):
-        MODES[mode](remat(region), X)
+        run(remat(region), X)

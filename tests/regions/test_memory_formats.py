@@ -175,13 +175,6 @@ def func_grad(f: Any, x: Tensor, w: Tensor) -> list[Any]:
     return [None, *torch.func.grad(loss, argnums=(0, 1))(x, w)]
 
 
-def plain_grad(f: Any, x: Tensor, w: Tensor) -> list[Any]:
-    """What `func_grad` is to give. (Torch takes dropout apart under torch.func, and draws in another order;
-    a region is evaluated below.)"""
-    _, *grads = backward(f, x, w)
-    return [None, *[torch.zeros_like(t) if g is None else g for g, t in zip(grads, (x, w), strict=True)]]
-
-
 def per_example(f: Any, x: Tensor, w: Tensor) -> list[Any]:
     torch.manual_seed(5)
     grad = torch.func.grad(lambda x, w: f(x[None], w).square().sum())
@@ -191,7 +184,7 @@ def per_example(f: Any, x: Tensor, w: Tensor) -> list[Any]:
 WAYS = {
     "backward": (backward, backward),
     "twice": (twice, twice),
-    "grad": (func_grad, plain_grad),
+    "grad": (func_grad, func_grad),
     "vmap(grad)": (per_example, per_example),
 }
 POLICIES = {
@@ -210,7 +203,12 @@ def compare(function: Any, way: str, policy: str, layouts: Any) -> None:
         x = LAYOUTS[name](numbers(*SHAPE))
         for got, want in zip(ours(region, x, W), plain(function, x, W), strict=True):
             assert (got is None) == (want is None)
-            assert got is None or torch.equal(got, want), (name, (got - want).norm() / want.norm())
+            # A region's backward is not recorded at its level: torch takes another kernel for group norm's.
+            near = 1e-14 if "grad" in way else 0.0
+            assert got is None or torch.allclose(got, want, rtol=near, atol=near), (
+                name,
+                (got - want).norm() / want.norm(),
+            )
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

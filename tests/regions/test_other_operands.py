@@ -1,7 +1,7 @@
 """Functions that take another tensor in their recomputation than in their forward, by the same ops.
 
-Under `torch.func`, and where the tape is open, Python runs again. The derivative would be that of another
-function, so it raises.
+Under nested levels of `torch.func`, and where the tape is open, Python runs again. The derivative would be
+that of another function, so it raises.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.func import vmap
+from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from remat import RematError, remat, save_all_but_names, save_everything, save_matmuls, save_nothing, save_ops
@@ -22,6 +22,10 @@ from remat import RematError, remat, save_all_but_names, save_everything, save_m
 POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 MATRICES = [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(1, 4)]
+
+
+def still(on: bool) -> None:
+    pass
 
 
 def vjp(fn: Callable[..., Any], x: Any) -> Any:
@@ -71,13 +75,7 @@ def changed(way: Callable[..., torch.Tensor], pull: Callable[..., Any], **option
     return pull(region, lambda on: state.update(on=on))
 
 
-def by_vjp(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
-    out, back = vjp(region, X)
-    flip(False)
-    return back(torch.ones_like(out))[0]
-
-
-def by_vmap(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
+def pulled(region: Callable[..., Any], flip: Callable[[bool], None]) -> Callable[..., Any]:
     def one(x: torch.Tensor) -> torch.Tensor:
         out, back = vjp(region, x)
         flip(False)
@@ -85,7 +83,23 @@ def by_vmap(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.T
         flip(True)
         return found
 
-    return vmap(one)(X.expand(2, 3, 4))
+    return one
+
+
+def by_vjp(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
+    return pulled(region, flip)(X)
+
+
+def by_vmap(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
+    return vmap(pulled(region, flip))(X.expand(2, 3, 4))
+
+
+def by_nested(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
+    return grad(lambda x: pulled(region, flip)(x).sum())(X)
+
+
+def by_vmap_of_nested(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
+    return vmap(grad(lambda x: pulled(region, flip)(x).sum()))(X.expand(2, 3, 4))
 
 
 def by_second_order(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
@@ -98,14 +112,17 @@ def by_second_order(region: Callable[..., Any], flip: Callable[[bool], None]) ->
     return back(torch.ones_like(out))[0]
 
 
+PULLS = pytest.mark.parametrize("pull", [by_nested, by_vmap_of_nested, by_second_order])
+
+
 @POLICIES
-@pytest.mark.parametrize("pull", [by_vjp, by_vmap, by_second_order], ids=["vjp", "vmap", "second order"])
+@PULLS
 @pytest.mark.parametrize("way", WAYS)
 def test_another_tensor_raises(way: Any, pull: Any, policy: Any) -> None:
     for _ in "12":
         with pytest.raises(RematError, match=r"at op \d+, aten\.\w+\.\w+ reads a"):
             changed(way, pull, policy=policy)
-    stays = changed(way, lambda region, flip: pull(region, lambda on: None), policy=policy)
+    stays = changed(way, lambda region, flip: pull(region, still), policy=policy)
     plain = changed(way, lambda region, flip: pull(region.__wrapped__, lambda on: None))
     torch.testing.assert_close(stays, plain)
 
@@ -126,7 +143,7 @@ def test_another_tensor_raises_in_plain_autograd_where_the_function_runs_again(w
     for _ in "12":
         with pytest.raises(RematError, match=r"at op \d+, aten\.\w+\.\w+ reads a"):
             changed(raw, pull)
-    changed(raw, lambda region, flip: pull(region, lambda on: None))
+    changed(raw, lambda region, flip: pull(region, still))
 
 
 @pytest.mark.parametrize("around", [0, 1, 2])
@@ -193,22 +210,25 @@ def among_others(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Te
     return (one if state["on"] else other) if one.numel() else one * other
 
 
+RESULTS = [result, part, whole, among_others]
+
+
 @POLICIES
-@pytest.mark.parametrize("pull", [by_vjp, by_vmap, by_second_order], ids=["vjp", "vmap", "second order"])
-@pytest.mark.parametrize("way", [result, part, whole, among_others])
+@PULLS
+@pytest.mark.parametrize("way", RESULTS)
 def test_another_result_raises(way: Any, pull: Any, policy: Any) -> None:
     """The same ops, and then another of their results is returned."""
     for _ in "12":
         with pytest.raises(RematError, match="it returned another tensor"):
             changed(way, pull, policy=policy)
-    stays = changed(way, lambda region, flip: pull(region, lambda on: None), policy=policy)
+    stays = changed(way, lambda region, flip: pull(region, still), policy=policy)
     plain = changed(way, lambda region, flip: pull(region.__wrapped__, lambda on: None))
     torch.testing.assert_close(stays, plain)
 
 
 @POLICIES
-@pytest.mark.parametrize("way", [result, part, whole, among_others])
-def test_another_result_in_plain_autograd(way: Any, policy: Any) -> None:
+@pytest.mark.parametrize("way", WAYS + RESULTS)
+def test_another_tensor_in_plain_autograd_and_under_one_level(way: Any, policy: Any) -> None:
     """The tape is what runs again: whatever was turned since makes no difference. A function that was seen to
     call torch.func runs again itself."""
 
@@ -222,16 +242,17 @@ def test_another_result_in_plain_autograd(way: Any, policy: Any) -> None:
         torch.func.grad(lambda t: t.exp().sum())(x)
         return way(weights, state, x)
 
-    for _ in "12":
-        same = changed(way, lambda region, flip: pull(region.__wrapped__, flip))
-        torch.testing.assert_close(changed(way, pull, policy=policy), same)
+    for by in (pull, by_vjp, by_vmap) * 2:
+        same = changed(way, lambda region, flip, by=by: by(region.__wrapped__, flip))
+        torch.testing.assert_close(changed(way, by, policy=policy), same)
 
     def again(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
         pull(region, lambda on: None)  # teaches that it calls torch.func
         return pull(region, flip)
 
-    with pytest.raises(RematError, match="it returned another tensor"):
-        changed(inside, again, policy=policy)
+    if way in RESULTS:
+        with pytest.raises(RematError, match="it returned another tensor"):
+            changed(inside, again, policy=policy)
 
 
 @pytest.mark.parametrize("policy", [save_nothing, save_everything, save_all_but_names("none")], ids=repr)
@@ -247,20 +268,16 @@ def test_results_that_are_views(on: bool, policy: Any) -> None:
         parts = one.split([1, 3], 1), other.split([1, 3], 1)
         return parts[0 if state["on"] else 1]
 
-    def gradient(region: Callable[..., Any]) -> torch.Tensor:
+    def gradient(pull: Callable[..., Any], region: Callable[..., Any]) -> Any:
         state["on"] = True
-        out, back = vjp(lambda x: torch.cat(region(x), 1), X)
-        state["on"] = on
-        return back(torch.ones_like(out))[0]
+        return pull(lambda x: torch.cat(region(x), 1), lambda back: state.update(on=back or on))
 
-    plain = gradient(fn)
-    if on:
-        torch.testing.assert_close(gradient(remat(fn, policy=policy)), plain)
-        return
+    region = remat(fn, policy=policy)
+    torch.testing.assert_close(gradient(by_vjp, region), gradient(by_vjp, fn))
     try:  # what is kept needs no second run
-        torch.testing.assert_close(gradient(remat(fn, policy=policy)), plain)
+        torch.testing.assert_close(gradient(by_nested, region), gradient(by_nested, fn))
     except RematError as error:
-        assert "it returned another tensor" in str(error)
+        assert not on and "it returned another tensor" in str(error)
 
 
 @POLICIES
@@ -300,9 +317,8 @@ def test_a_constant_that_is_made_anew_is_the_same() -> None:
         return (x.sin() * made[-1]).exp()
 
     for _ in "12":
-        out, back = vjp(remat(fn), X)
-        want, plain = vjp(fn, X)
-        assert torch.equal(back(torch.ones_like(out))[0], plain(torch.ones_like(want))[0])
+        for pull in (by_vjp, by_nested):
+            torch.testing.assert_close(pull(remat(fn), still), pull(fn, still), rtol=0, atol=0)
 
 
 def by_numpy(x: torch.Tensor) -> torch.Tensor:
@@ -325,9 +341,8 @@ def test_a_tensor_that_python_draws_and_nobody_holds(fn: Any, policy: Any) -> No
     np.random.seed(0)
     raised = 0
     for _ in range(6):
-        out, back = vjp(remat(fn, policy=policy), X)
         try:
-            back(torch.ones_like(out))
+            by_nested(remat(fn, policy=policy), still)
         except RematError as error:
             raised += "put in the place of the forward's" in str(error)
     assert raised >= 4  # the others drew the same twice
@@ -338,9 +353,8 @@ def test_a_tensor_that_python_draws_and_nobody_holds(fn: Any, policy: Any) -> No
         return fn(x)
 
     for _ in "12":
-        out, back = vjp(remat(same_again, policy=policy), X)
-        want, plain = vjp(same_again, X)
-        torch.testing.assert_close(back(torch.ones_like(out)), plain(torch.ones_like(want)))
+        for pull in (by_vjp, by_nested):
+            torch.testing.assert_close(pull(remat(same_again, policy=policy), still), pull(same_again, still))
 
 
 @POLICIES
@@ -357,7 +371,7 @@ def test_a_sparse_matrix_from_outside(policy: Any) -> None:
 
 
 def test_the_users_word_is_taken() -> None:
-    assert torch.is_tensor(changed(operand, by_vjp, determinism_check="none"))
+    assert torch.is_tensor(changed(operand, by_nested, determinism_check="none"))
 
 
 def test_a_view_that_is_kept_and_that_a_region_inside_makes_again():

@@ -276,10 +276,24 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("how", [by_cell, by_generator, by_derived])
-@pytest.mark.parametrize("name", ["grad", "both", "grad grad", "outside"])
-def test_torchscript_that_reads_a_captured_tensor_is_refused(name, how):
+@pytest.mark.parametrize("name", ["grad", "both", "vmap grad", "jvp"])
+def test_torchscript_that_reads_a_captured_tensor_under_one_level(name, how):
+    run = REFUSED[name]
+    same(run(loss(remat, how, scripted)), run(loss(lambda f: f, how, scripted)))
+
+
+@pytest.mark.parametrize("how", [by_cell, by_generator, by_derived])
+@pytest.mark.parametrize("name", ["grad grad", "grad of x's"])
+def test_torchscript_that_reads_a_captured_tensor_is_refused_under_two(name, how):
     with pytest.raises(RematError, match=r"as (an )?argument|must be an argument"):
         REFUSED[name](loss(remat, how, scripted))
+
+
+@pytest.mark.parametrize("how", [by_cell, by_generator, by_derived])
+def test_torchscript_in_plain_autograd_around_a_transform_raises(how):
+    """Torch differentiates its first call and loses that derivative from the second on."""
+    with pytest.raises(RuntimeError, match="argument|does not require grad|TorchScript"):
+        TRANSFORMS["outside"](loss(remat, how, scripted))
 
 
 @pytest.mark.parametrize("name", ["grad", "both", "grad grad"])
@@ -290,7 +304,7 @@ def test_torchscript_in_a_scan_that_reads_a_captured_tensor_is_refused(name):
 
 def test_message_says_which_tensor():
     with pytest.raises(RematError, match=r"reads 'w' \(\(3,\)\) from outside.*Pass it as an argument"):
-        grad(loss(remat, by_cell, scripted))(W, X)
+        TRANSFORMS["grad grad"](loss(remat, by_cell, scripted))
 
 
 def test_torchscript_that_reads_arguments_and_constants_runs():

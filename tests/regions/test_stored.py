@@ -145,12 +145,13 @@ def test_what_a_recomputation_does_not_store_again_is_told_of():
 
     w = rand(3, 3, seed=1)
     same(grad(loss)(w, 0), grad(lambda w: (rand(2, 3) @ w).tanh().sum())(w))
+    same(grad(loss)(w, 1.0), grad(lambda w: (rand(2, 3) @ w).tanh().sum() * 2)(w))
     with pytest.raises(RematError, match="its forward stored 1 tensors .* and its recomputation 0"):
-        grad(loss)(w, 1.0)
+        grad(lambda w: grad(loss)(w, 1.0).sum())(w)
 
 
 @pytest.mark.parametrize("call", [grad, lambda f: lambda w: jvp(f, (w,), (w,))], ids=["grad", "jvp"])
-def test_a_result_stored_in_a_container_among_the_arguments_is_refused(call):
+def test_a_result_stored_in_a_container_among_the_arguments_is_refused_where_levels_nest(call):
     def loss(w, returned=False):
         def region(x, box):
             box["a"] = (x @ w).tanh()
@@ -162,11 +163,13 @@ def test_a_result_stored_in_a_container_among_the_arguments_is_refused(call):
 
     w = rand(3, 3, seed=1)
     with pytest.raises(RematError, match="stores a result in a dict or list among its arguments"):
-        call(loss)(w)
-    same(
-        call(lambda w: loss(w, returned=True))(w),
-        call(lambda w: (rand(2, 3) @ w).tanh().sum())(w),
-    )
+        grad(lambda w: call(loss)(w)[0].sum())(w)
+    for returned in (True, False):
+        factor = 1 if returned else 2
+        same(
+            call(lambda w, returned=returned: loss(w, returned))(w),
+            call(lambda w, factor=factor: (rand(2, 3) @ w).tanh().sum() * factor)(w),
+        )
 
 
 def test_a_table_may_be_stored_in_a_container_among_the_arguments():

@@ -76,11 +76,13 @@ from remat.transforms.compat.autograd import (
     graph_memory,  # the storage of a tensor in a trace
     graph_storage,  # what aliases of one memory have in common in a trace
     graph_task,  # the number of the running backward, -1 outside
+    has_no_level_rule,  # whether `error` is that of an operator on functions without a rule for a level
     has_tangent,  # whether the innermost level pushes a tangent forward
     hooks_allowed,  # lift the refusal that `torch.func` puts on saved-tensor hooks
     hooks_as_they_are,  # afterwards saved-tensor hooks are refused as before, or not
     hooks_aside,  # take all saved-tensor hooks off for a while
     hooks_disabled,  # the message with which saved-tensor hooks are refused, or None
+    in_pass_of_func,  # whether the backward pass at hand is that of a transform of torch.func
     in_transform,  # whether any functorch level is active
     innermost_level,  # the innermost functorch level, where there is one
     interpreter,  # the innermost functorch level, or None outside every transform
@@ -114,6 +116,8 @@ from remat.transforms.compat.autograd import (
     version_kept,  # writes to a tensor within are told to nobody
     watch_transforms,  # have that asked from now on, or no more
     wrap_for_grad,  # wrap a tensor for a level of grad or jvp
+    wrapped_dead,  # a tensor in the wrapper of a level of grad that has ended
+    wrappers_of,  # the plain tensor below all levels, and the wrappers around it
 )
 from remat.transforms.compat.compiled_code import (
     COMPILED_CODE,  # the op that Inductor's code is to modes

@@ -187,6 +187,35 @@ def graded_under(
     return tuple([torch.zeros_like(t, requires_grad=create_graph) if g is None else g for g, t in zeros])
 
 
+# A transform of torch.func differentiates with `create_graph=True`, and nothing at its level does so again.
+# Nothing else tells its passes from a user's. Noted in state that autograd hands on to its threads.
+_PASS = "remat_pass_of_func"
+_pass_of_func: Any = eager_transforms._autograd_grad
+
+
+def _noting_pass(*args: Any, **kwargs: Any) -> Any:
+    before = in_pass_of_func()
+    _tls._stash_obj_in_tls(_PASS, True)
+    try:
+        return _pass_of_func(*args, **kwargs)
+    finally:
+        _tls._stash_obj_in_tls(_PASS, before)
+
+
+_tls: Any = torch._C
+eager_transforms._autograd_grad = _noting_pass
+
+
+def has_no_level_rule(error: Exception) -> bool:
+    """Whether an operator on functions says that it has no rule for a level: a bare torch.cond."""
+    return isinstance(error, KeyError) and bool(error.args) and isinstance(error.args[0], TransformType)
+
+
+def in_pass_of_func() -> bool:
+    """Whether the backward pass at hand is that of a transform of torch.func."""
+    return bool(_tls._is_key_in_tls(_PASS) and _tls._get_obj_in_tls(_PASS))
+
+
 # Runs a callback when the running backward pass ends. (2.15 has torch.autograd.graph.queue_callback; this
 # spelling works on all.)
 at_backward_end: Callable[[Callable[[], None]], None] = (
@@ -269,7 +298,6 @@ def watch_transforms(more: int) -> None:
 # So who opens one notes it, in state that autograd hands on to its worker threads.
 # (`_stash_obj_in_tls` is what `torch.autograd.graph` keeps context variables in; 2.11 to 2.15.)
 _OPEN = "remat_dual_level"
-_tls: Any = torch._C
 
 
 def _level_noted(change: Callable[..., Any], opened: bool) -> Callable[..., Any]:
@@ -349,6 +377,32 @@ is_batched: Callable[[torch.Tensor], bool] = _functorch_c.is_batchedtensor
 level_of: Callable[[torch.Tensor], int] = _functorch_c.maybe_get_level
 add_batch_dim: Callable[[torch.Tensor, int | None, int], torch.Tensor] = _functorch_c._add_batch_dim
 unwrap_batched: Callable[[torch.Tensor, int], tuple[torch.Tensor, int | None]] = _functorch_c._unwrap_batched
+
+
+def wrappers_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[tuple[int, int | None], ...]]:
+    """The plain tensor below all levels, and the wrappers around it from the outermost in: the level of each,
+    and the dimension that it has a batch in."""
+    around = []
+    while is_wrapped(tensor):
+        level = level_of(tensor)
+        if is_batched(tensor):
+            tensor, dim = unwrap_batched(tensor, level)
+        else:
+            tensor, dim = unwrap_once(tensor), None
+        around.append((level, dim))
+    return tensor, tuple(around)
+
+
+def wrapped_dead(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the wrapper of a level of grad that has ended: operators take that off.
+
+    A saved-tensor hook may not give a batched tensor back, which torch cannot copy there.
+    """
+    level = _functorch_c._grad_increment_nesting()
+    try:
+        return wrap_for_grad(tensor, level)
+    finally:
+        _functorch_c._grad_decrement_nesting()
 
 
 def is_batched_below(tensor: torch.Tensor) -> bool:

@@ -125,7 +125,7 @@ def uncompiled_calls() -> contextlib.AbstractContextManager[None]:
 
     What runs below the levels has a derivative there, and compiled backwards have none.
     """
-    return _leaving(calls=True)
+    return _leaving(calls=True) if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def compiled_branches() -> contextlib.AbstractContextManager[None]:

@@ -6,6 +6,12 @@ from remat.transforms.eager.frame import (
 from remat.transforms.eager.inputs import (
     Inputs,  # the arguments of one call, and the state around it
 )
+from remat.transforms.eager.levels import (
+    LevelFrame,  # a frame at one level of torch.func
+    LevelInputs,  # the arguments of one call at a level
+    Unserved,  # a forward that the primitive must run
+    served_level,  # the level that differentiates, if it is the only one and a frame serves what runs here
+)
 from remat.transforms.eager.rerun import (
     stop_enclosing,  # end the run of an enclosing region's function, where it has all it needs
 )

@@ -31,7 +31,7 @@ from remat.transforms.compat import (
     pop_hooks,
     set_grad_enabled,
 )
-from remat.transforms.context import all_of, gathering, memory_watch, quiet, repeated, run_innermost
+from remat.transforms.context import all_of, gathering, memory_watch, node_of, quiet, repeated, run_innermost
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.residuals import Residuals
@@ -53,7 +53,6 @@ from remat.transforms.eager.saved import (
 from remat.transforms.eager.settle import (
     broken_off,
     computed,
-    differentiated,
     drop,
     early_value,
     hold_kept,
@@ -63,6 +62,7 @@ from remat.transforms.eager.settle import (
 from remat.transforms.errors import RematError, overwritten
 from remat.transforms.offload import Store
 from remat.transforms.ops import geometry, storage
+from remat.transforms.pytree import flatten, split
 from remat.transforms.region import CachedTrace, compare, recomputing, unmet
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_again
@@ -100,6 +100,7 @@ class Frame(Packer):
         values: saved values that were made again and that the backward has not read yet.
         versions: of those that were written to while they were made.
         taken: the ops whose kept results those may lie in.
+        whole: whether all that autograd saves is held.
         read, later: what a pass that kept its graph has read, and what passes after such a one read again.
     """
 
@@ -107,6 +108,7 @@ class Frame(Packer):
     hollow: frozenset[int] = frozenset()
     read: frozenset[int] | None = None
     later: Any = frozenset()
+    whole = False
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.region, self.inner = inputs, inputs.region, 0
@@ -156,17 +158,18 @@ class Frame(Packer):
             if simple and not (known.dead or region.cache.differentiates) and inputs.hooks is None:
                 pack = self.pack_expected
         self.recorder, recorder.local = recorder, {}
+        self.begin(recorder)
         if inputs.hooks is not None:
             recorder.apart = users_own(inputs.hooks)
         for at in inputs.wrappers:
             recorder.meet(inputs.tensors[at])
-        watching = recorder.selector.watching() if recorder.selector else _NOTHING
+        watching = self.watching(recorder) if recorder.selector else _NOTHING
         hook((pack, self.unpack))
         try:
             with watching, memory_watch, recorder:
                 out = run_innermost(region.function, select is not None, args, kwargs)
         except BaseException as error:
-            broken_off(self, recorder, error)
+            self.break_off(recorder, error)
             raise
         finally:
             pop_hooks()
@@ -175,23 +178,7 @@ class Frame(Packer):
         self.tape = recorder.tape
         recorder.alive.clear()
         try:
-            # (Somebody may have what was dead in the call before.)
-            if (
-                known is not None
-                and isinstance(recorder, GuardMode)
-                and recorder.followed
-                and not any(map(self.is_held, known.dead))
-            ):
-                self._settle_as(known, recorder, out)
-                if unmet:
-                    compare(self, recorder, out)
-            else:
-                recorder.leave()
-                self.tape = recorder.tape
-                settle(self, recorder, out)
-                holds(self)
-                compare(self, recorder, out)
-            hold_kept(self, recorder, out)
+            self.end(known, recorder, out)
         except BaseException:
             drop(self)
             raise
@@ -199,6 +186,42 @@ class Frame(Packer):
         if recorder.selector:
             recorder.selector.finished(self.tape)
         return out
+
+    def begin(self, recorder: Recorder) -> None:
+        """Called before the forward runs."""
+
+    def watching(self, recorder: Recorder) -> contextlib.AbstractContextManager[Any]:
+        """Around the user's function: the selector notes the calls that ops come from."""
+        return recorder.selector.watching()
+
+    def break_off(self, recorder: Recorder, error: BaseException) -> None:
+        """An exception ends the forward."""
+        broken_off(self, recorder, error)
+
+    def end(self, known: CachedTrace | None, recorder: Recorder, out: Any) -> None:
+        """The forward is over: keep what is needed of it; `out` is what it returned."""
+        # (Somebody may have what was dead in the call before.)
+        followed = known is not None and isinstance(recorder, GuardMode) and recorder.followed
+        if known is not None and followed and not any(map(self.is_held, known.dead)):
+            assert isinstance(recorder, GuardMode)
+            self._settle_as(known, recorder, out)
+            if unmet:
+                compare(self, recorder, out)
+        else:
+            recorder.leave()
+            self.tape = recorder.tape
+            settle(self, recorder, out)
+            holds(self)
+            compare(self, recorder, out)
+        hold_kept(self, recorder, out)
+
+    def differentiated(self, out: Any) -> list[torch.Tensor]:
+        """The results with a history."""
+        return [t for t in split(flatten(out)[0])[0] if node_of(t) is not None]
+
+    def hold_whole(self) -> bool:
+        """Where the function is to run again: whether all that autograd saves is held instead."""
+        return False
 
     def pack(self, tensor: torch.Tensor) -> Any:
         recorder = self.recorder
@@ -255,7 +278,7 @@ class Frame(Packer):
             self.kept = {at: recorder.kept[at] for at in known.program.kept}
             self.take(recorder, known.held)
         if known.ends is not None and self.nodes == known.nodes:
-            self.reach = Reachability(differentiated(out), self.start, known.ends)
+            self.reach = Reachability(self.differentiated(out), self.start, known.ends)
 
     def take(self, recorder: Recorder, held: Any) -> None:
         """Hold these tensors from outside, and what the recomputation starts from besides."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import graph_task
-from remat.transforms.context import active, node_of, quiet
+from remat.transforms.context import active, quiet
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.residuals import bytes_of
 from remat.transforms.eager.saved import users, watcher
@@ -41,7 +41,7 @@ from remat.transforms.tape import (
 def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     """Keep what is needed of arguments and values; `out` is what the function returned."""
     tape = frame.tape
-    outs = differentiated(out)
+    outs = frame.differentiated(out)
     if len(outs) > 1:
         reach = Reachability(outs, frame.start)
         frame.reach = reach if reach.differ else None
@@ -54,7 +54,9 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     wanted = computed(frame)
     needs = Needs(tape, sources(frame, wanted), recorder.kept)
     held = {at for i, at in frame.direct.items() if i not in frame.dead and i not in frame.hollow}
-    if needs.whole:
+    if (needs.whole or frame.whole) and frame.hold_whole():
+        frame.residuals = None
+    elif needs.whole:
         # The function is to run again: hold all arguments, and what stands in for its ops.
         frame.kept = dict(sorted(recorder.kept.items()))
         # What it writes to is found again as it was, whether or not an op that is needed reads that.
@@ -136,11 +138,6 @@ def sources(frame: Any, wanted: list[int]) -> set[int]:
     """The ops whose results these saved values are."""
     tape = frame.tape
     return {source for i in wanted for source in tape.sources(*tape.packed[i])}
-
-
-def differentiated(out: Any) -> list[torch.Tensor]:
-    """The results with a history."""
-    return [t for t in split(flatten(out)[0])[0] if node_of(t) is not None]
 
 
 def _prefers_residuals(frame: Any, recorder: Recorder, held: set[int]) -> bool:

@@ -29,22 +29,27 @@ from remat.transforms.closure import (
     stored_first,
 )
 from remat.transforms.compat import (
+    JVP,
     VMAP,
     allow_hooks,
     below_levels,
+    depth,
     function_modes,
     functions_as_they_are,
     hooks_disabled,
     in_transform,
+    is_batched,
     is_hook_refusal,
     is_tracing,
     is_wrapped,
     jit_trace,
+    level_of,
     level_stack,
     modes_active,
     pop_hooks,
     push_hooks,
     refuse_hooks,
+    tangent_of,
     top_hooks,
     uncompiled,
     unwrap_once,
@@ -70,8 +75,12 @@ from remat.transforms.context import (
 from remat.transforms.eager import (
     Frame,
     Inputs,
+    LevelFrame,
+    LevelInputs,
+    Unserved,
     Unwatched,
     enclosed,
+    served_level,
     stop_enclosing,
     unread,
     users,
@@ -89,6 +98,7 @@ from remat.transforms.state import Ambient, RandomState, device_kinds, note
 
 # Autograd calls it, also from a backward that compiled code has left to Python.
 uncompiled(Frame.unpack)
+uncompiled(LevelFrame.unpack)
 
 
 def outermost() -> bool:
@@ -127,8 +137,14 @@ def run(
     if (active.transparent and _transparent()) or torch.compiler.is_exporting() or jit_trace() is not None:
         return region.function(*args, **kwargs)
     if in_transform():
-        region = region if bind is None else bind()
-        return _run_batched(region, args, kwargs) if _only_batched() else _run_primitive(region, args, kwargs)
+        if _nothing_reversed():
+            return _run_forward(region, args, kwargs, bind)
+        if (level := _framed(region)) is not None:
+            if function_modes():
+                with past_function_modes():
+                    return _run_leveled(region, args, kwargs, bind, level)
+            return _run_leveled(region, args, kwargs, bind, level)
+        return _run_primitive(region if bind is None else bind(), args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return region.function(*args, **kwargs)
     # AOTAutograd without Dynamo calls no hooks. A region around, below levels, sees what is saved, and its
@@ -142,8 +158,10 @@ def run(
     return _run_frame(region, args, kwargs, bind)
 
 
-def _run_batched(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Under `vmap` alone: where nothing is differentiated the function runs as it is.
+def _run_forward(
+    region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], bind: Callable[..., Region] | None
+) -> Any:
+    """Under `vmap` and forward mode alone: where nothing wants a reverse pass the function runs as it is.
 
     torch.cond, which compiles itself, refuses the primitive's modes.
     """
@@ -152,7 +170,7 @@ def _run_batched(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     tensors, _ = split(flatten((args, kwargs))[0])
     hidden = region.cache.hides_leaves
     if current() or hidden or any(_graded(t) for t in (*tensors, *captured(reached(region.function)))):
-        return _run_primitive(region, args, kwargs)
+        return _run_primitive(region if bind is None else bind(), args, kwargs)
     out = region.function(*args, **kwargs)
     # Where something is differentiated that the search has not found, this call keeps what autograd keeps: a
     # second run would write and draw twice. Later calls recompute.
@@ -161,12 +179,16 @@ def _run_batched(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _graded(tensor: torch.Tensor) -> bool:
-    return unwrapped(tensor).requires_grad
+    """Whether plain autograd differentiates a tensor, or the innermost level's tangent of it."""
+    if unwrapped(tensor).requires_grad:
+        return True
+    tangent = tangent_of(tensor) if level_of(tensor) == depth() and not is_batched(tensor) else None
+    return tangent is not None and unwrapped(tangent).requires_grad
 
 
-def _only_batched() -> bool:
-    """Whether `vmap` is all that torch.func does around here."""
-    return all([level.key() == VMAP for level in level_stack() or ()])
+def _nothing_reversed() -> bool:
+    """Whether vmaps and forward mode are all that torch.func does around here."""
+    return all([level.key() in (VMAP, JVP) for level in level_stack() or ()])
 
 
 @uncompiled
@@ -209,6 +231,63 @@ def _forward(inputs: Inputs, args: Any, kwargs: Any, known: Any) -> tuple[Any, F
     frame = Frame(inputs)
     with labelled("forward", inputs.region.name), inside():
         return frame.forward(args, kwargs, known), frame
+
+
+def _framed(region: Region) -> int | None:
+    """The level at which a frame serves this call, if one does."""
+    cache = region.cache
+    if cache.unframed or cache.uses_func or cache.differentiates or cache.copied or cache.by_levels:
+        return None
+    if active.sessions or (modes_active() and is_tracing()):
+        return None
+    return served_level()
+
+
+@uncompiled
+def _run_leveled(
+    region: Region,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    bind: Callable[..., Region] | None,
+    level: int,
+) -> Any:
+    """Call a region by a frame at a level of torch.func, or by the primitive where that is needed."""
+    if not torch.is_grad_enabled():
+        return region.function(*args, **kwargs)
+    inputs = LevelInputs(region, args, kwargs, level)
+    below = inputs.wrappers or inputs.inference or any([t.requires_grad for t in inputs.local])
+    key = None if region.key is None or active.listeners else inputs.signature()
+    if key is not None and enclosing() is not None and (on_scratch() or selective_around()):
+        key = None
+    if bind is not None:
+        region = inputs.region = of_users(bind) if below else of_users(bind, inputs, key)
+        key = None if region.key is None else key
+    known = None if below or key is None else region.traces.get(key)
+    if known is None:
+        reach = reached(region.function, *[leaf for leaf in inputs.leaves if leaf is not None])
+        if below or any([unwrapped(t).requires_grad for t in captured(reach)]):
+            return _run_primitive(region, args, kwargs)
+        inputs.note_world(reach)
+    frame = LevelFrame(inputs)
+    begun = [(mode, mode.position) for mode in recordings()]
+    try:
+        with labelled("forward", region.name), inside():
+            out = frame.forward(args, kwargs, known)
+    except Unserved:
+        region.cache.unframed = True
+        for mode, first in begun:
+            mode.leave()
+            for node in mode.tape.nodes[first:]:
+                node.optional = True
+        inputs.put_back(frame.watcher)
+        return _run_primitive(region, args, kwargs)
+    if key is not None and (known is None or frame.tape is not known.tape):
+        if (trace := frame.lesson()) is not None:
+            region.traces[key] = trace
+        elif known is not None:
+            region.traces.pop(key, None)
+    inputs.finish()
+    return out
 
 
 @uncompiled

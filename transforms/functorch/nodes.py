@@ -8,7 +8,6 @@ which is a primitive again.
 from __future__ import annotations
 
 import contextlib
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -99,8 +98,7 @@ def grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
 def _run(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a primitive's body, in eager or where else its family lives."""
     world = prim.family.world
-    compiling = world is None and "torch._dynamo" in sys.modules
-    with uncompiled_calls() if compiling else contextlib.nullcontext():
+    with uncompiled_calls() if world is None else contextlib.nullcontext():
         if prim.pulls:
             return _pull(prim, operands) if world is None else world.pull(prim, operands)
         with inside():

@@ -113,6 +113,7 @@ class TraceCache:
             decompositions know more derivatives.
         hides_leaves: whether it was seen to read a leaf that the search for captured tensors has not found.
         writes_operands: whether a level of torch.func was seen to refuse what it writes to an operand.
+        unframed: whether a frame was seen not to serve it under levels of torch.func.
         copied: the operands that it was seen to write derivatives into, under levels of torch.func.
         lasting: traces for calls under hooks of the user's.
         agreed: by policies under which ranks have compared what they keep, what calls did with collectives.
@@ -120,13 +121,12 @@ class TraceCache:
 
     __slots__ = (
         "__weakref__", "agreed", "by_levels", "by_policy", "copied", "differentiates", "hides_leaves",
-        "lasting",
-        "uses_func", "writes_operands",
+        "lasting", "unframed", "uses_func", "writes_operands",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.by_policy: BoundedCache[Hashable, Traces] = BoundedCache(_MOST)
-        self.differentiates = self.by_levels = self.hides_leaves = False
+        self.differentiates = self.by_levels = self.hides_leaves = self.unframed = False
         self.uses_func, self.copied, self.writes_operands = 0, frozenset[int](), False
         self.lasting = LastingTraces()
         self.agreed: dict[Hashable, set[str]] = {}

@@ -237,10 +237,17 @@ class Recorder(WriteWatch):
             tape.makers.append(at)
             self._numbers.add(tensor, number)
             self._remember(memory_of(tensor), node.root, number, tensor)
-        if self.digest is not None and not facts.uninitialized:
+        # (Views of what nothing has filled are no numbers either: dropout under torch.func draws for such.)
+        if self.digest is not None and not self._is_unfilled(at, node, facts):
             node.digest = quiet(self.digest, out)
         self._decide(at, node, facts, args, kwargs, out)
         return at
+
+    def _is_unfilled(self, at: int, node: Node, facts: Traits) -> bool:
+        root = node.root
+        if facts.uninitialized or root < 0 or root == at:
+            return facts.uninitialized
+        return traits(self.tape.nodes[root].op).uninitialized and root not in self.tape.last_write
 
     def _decide(self, at: int, node: Node, facts: Traits, args: Any, kwargs: Any, out: Any) -> None:
         # What an op wrote in place is handed to its caller by reference, so it cannot be kept in its stead.

@@ -32,7 +32,7 @@ from remat.transforms.ops import (
 )
 from remat.transforms.placeholders import Meta
 from remat.transforms.pytree import constants_alike
-from remat.transforms.tape.unseen import is_read_first
+from remat.transforms.tape.unseen import is_drawn_over, is_read_first
 
 # Bytes of a tensor from outside that a region under `torch.func` may hold without being told to.
 _SMALL = 1 << 20
@@ -293,7 +293,8 @@ def _reach(tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> dict[i
 def _fills_unseen(tape: Tape, live: Iterable[int]) -> bool:
     """Whether a needed value came about unseen: a raw kernel, such as Triton's, fills what `empty` made."""
     made = [i for i in live if traits(tape.nodes[i].op).uninitialized and numel(tape.nodes[i].outs)]
-    return any(i not in tape.last_write or is_read_first(tape, i) for i in made)
+    unwritten = (i for i in made if i not in tape.last_write or is_read_first(tape, i))
+    return any(not is_drawn_over(tape, i) for i in unwritten)
 
 
 def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:

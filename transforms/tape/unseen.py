@@ -21,6 +21,9 @@ _FILLS = frozenset(
     "put_ scatter_ fill_diagonal_ _foreach_copy_ _foreach_zero_ _foreach_fill_".split()
 )
 
+# Dropout under levels of torch.func is drawn for a tensor without numbers.
+_DRAWS_OVER = torch.ops.aten.bernoulli.p
+
 
 def is_read_first(tape: Any, empty: int) -> bool:
     """Whether the first op that touches the memory that op `empty` made reads it.
@@ -44,6 +47,18 @@ def _reads_target(tape: Any, node: Any, facts: Any, root: int) -> bool:
         return False
     # `index_put_(..., accumulate=True)` adds.
     return facts.name not in _FILLS or any(arg is True for arg in node.args)
+
+
+def is_drawn_over(tape: Any, empty: int) -> bool:
+    """Whether all that is read of what op `empty` made is its shape, for a draw."""
+    drawn = False
+    for node in tape.nodes[empty + 1 :]:
+        facts = traits(node.op)
+        if not (facts.view or facts.only_shape) and any(tape.root_of(n) == empty for n in node.reads()):
+            if node.op is not _DRAWS_OVER:
+                return False
+            drawn = True
+    return drawn and all(tape.root_of(number) != empty for number, _ in tape.packed)
 
 
 def memory_around(known: Iterable[Any], tensor: torch.Tensor) -> tuple[Any, int]:

@@ -215,7 +215,9 @@ class WriteWatch(Verdicts):
             root = self.root(tensor)
             if root >= 0:
                 self._copy_kept(self._kept_in.get(root, ()))
-            elif places := self._differentiated(root):
+            elif (places := self._differentiated(root)) and self.levels:
+                self.tape.open = self.tape.open or "it writes a derivative into an argument"
+            elif places:
                 self.graded_written = places
                 raise RematError(self._refusal(func, tensor))
             elif facts.only_shape and -1 - root < self.tape.arguments:

@@ -1,0 +1,144 @@
+"""CPU time of regions under torch.func: 12 tiny transformer blocks (16 wide), parameters in dicts.
+
+    python -m benchmarks.functional
+
+At this size the time is bookkeeping and dispatch, not arithmetic. Rows take turns in every round, each step
+after one of its own kind, and a row is a multiple of no remat in the same round: medians over the rounds of
+several fresh processes, in the process's CPU time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+
+from benchmarks.common.records import Record, Target, conclude
+from benchmarks.overhead import times
+from remat import checkpoint_policy, remat, save_matmuls, save_nothing
+from remat.cli.measure import percentiles
+
+Params = dict[str, Tensor]
+Loss = Callable[[list[Params], Tensor], Tensor]
+# At most so many times no remat; policies and budgets at most 1.15 of `save_nothing`.
+LIMITS = {"torch.func.grad": 3.5, "vmap(grad)": 4.0, "jvp": 1.15, "jvp(grad)": 3.0}
+POLICIES = {
+    "save_nothing": save_nothing,
+    "save_matmuls": save_matmuls,
+    "budget 0.5": checkpoint_policy(budget=0.5),
+}
+
+
+def block(params: Params, x: Tensor) -> Tensor:
+    """Pre-norm attention of one head and a GELU network; x is [..., t, width]."""
+    width = x.shape[-1]
+    h = F.layer_norm(x, (width,), params["norm1"], params["bias1"])
+    q, k, v = F.linear(h, params["qkv"]).chunk(3, -1)
+    attended = torch.softmax(q @ k.transpose(-1, -2) / width**0.5, -1) @ v
+    x = x + F.linear(attended, params["proj"])
+    h = F.layer_norm(x, (width,), params["norm2"], params["bias2"])
+    return x + F.linear(F.gelu(F.linear(h, params["up"])), params["down"])
+
+
+@dataclass
+class Functional:
+    """Times no remat of steps under transforms of torch.func."""
+
+    depth: int = 12
+    """Blocks."""
+    width: int = 16
+    """Width of a block."""
+    processes: int = 3
+    """Processes, one after another."""
+    rounds: int = 8
+    """Interleaved rounds in a process, after the warm-up."""
+    steps: int = 2
+    """Steps of a turn that count."""
+    save: bool = True
+    """Write results/functional.csv."""
+
+    def __call__(self) -> int:
+        records = self.run()
+        title = f"{self.depth} transformer blocks, {self.width} wide, under torch.func: times no remat"
+        return conclude("functional", title, records, targets(records), self.save)
+
+    def run(self) -> list[Record]:
+        fresh = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, fresh, max_tasks_per_child=1) as pool:
+            found = [run.result() for run in [pool.submit(self.measure) for _ in range(self.processes)]]
+        records = []
+        for way in found[0]:
+            rounds = [taken for process in found for taken in process[way]]
+            for name in POLICIES:
+                p20, p50, p80 = percentiles([taken[name] / taken["none"] for taken in rounds])
+                records.append(
+                    Record("functional", way, name, "CPU time", "times no remat", p50, p20, p50, p80)
+                )
+        return records
+
+    def measure(self) -> dict[str, list[dict[str, float]]]:
+        """By way of differentiating: the rounds of one process, CPU seconds of a step of each row."""
+        torch.set_num_threads(1)
+        rows = {"none": block, **{name: remat(block, policy=policy) for name, policy in POLICIES.items()}}
+        taken = {}
+        for way in ("backward", *LIMITS):
+            steps = {name: self.step(way, one) for name, one in rows.items()}
+            times(steps, self.steps)
+            taken[way] = [times(steps, self.steps) for _ in range(self.rounds)]
+        return taken
+
+    def step(self, way: str, one: Callable[[Params, Tensor], Tensor]) -> Callable[[], Any]:
+        params, x = self.params(), torch.randn(2, 8, self.width)
+        batch, along = (
+            torch.randn(4, *x.shape),
+            [{k: torch.randn_like(v) for k, v in p.items()} for p in params],
+        )
+
+        def loss(params: list[Params], x: Tensor) -> Tensor:
+            for own in params:
+                x = one(own, x)
+            return x.square().sum()
+
+        if way == "backward":
+            leaves = [{k: v.requires_grad_() for k, v in own.items()} for own in params]
+            return lambda: loss(leaves, x).backward()
+        return {
+            "torch.func.grad": lambda: grad(loss)(params, x),
+            "vmap(grad)": lambda: vmap(grad(loss), (None, 0))(params, batch),
+            "jvp": lambda: jvp(loss, (params, x), (along, x)),
+            "jvp(grad)": lambda: jvp(lambda p: grad(loss)(p, x), (params,), (along,)),
+        }[way]
+
+    def params(self) -> list[Params]:
+        torch.manual_seed(0)
+        w = self.width
+        shapes = {"qkv": (3 * w, w), "proj": (w, w), "up": (4 * w, w), "down": (w, 4 * w)}
+        norms = {"norm1": torch.ones, "bias1": torch.zeros, "norm2": torch.ones, "bias2": torch.zeros}
+        made = {name: fill(w) for name, fill in norms.items()}
+        return [{**made, **{k: 0.1 * torch.randn(s) for k, s in shapes.items()}} for _ in range(self.depth)]
+
+
+def targets(records: list[Record]) -> list[Target]:
+    """What is claimed; the limits are part of the claim."""
+    value = {(record.mode, record.policy): record.value or 0.0 for record in records}
+    found = [
+        Target(f"{way}: save_nothing", value[way, "save_nothing"], limit) for way, limit in LIMITS.items()
+    ]
+    return found + [
+        Target(f"{way}: {name} over save_nothing", value[way, name] / value[way, "save_nothing"], 1.15)
+        for way in LIMITS
+        for name in POLICIES
+        if name != "save_nothing"
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(tyro.cli(Functional)())

@@ -1,0 +1,212 @@
+"""One level of torch.func that differentiates, vmaps inside of it and around: a region's function runs once,
+as under plain autograd, and what it gives is bit for bit what torch gives without regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+
+from remat import (
+    RematError,
+    checkpoint_name,
+    checkpoint_policy,
+    offload_names,
+    remat,
+    save_matmuls,
+    save_names,
+    save_nothing,
+)
+from tests.helpers import LiveBytes, rand
+
+W, X, XS, WS = rand(6, 6), rand(4, 6, seed=1), rand(3, 4, 6, seed=2), rand(3, 6, 6, seed=3)
+ONES = torch.ones(4, 6, dtype=torch.float64)
+
+
+def block(w: Tensor, x: Tensor) -> Tensor:
+    h = checkpoint_name(torch.tanh(F.layer_norm(x, (6,)) @ w), "h")
+    return torch.sin(h @ w) * x
+
+
+def summed(f: Any) -> Callable[..., Tensor]:
+    return lambda *args: f(*args).square().sum()
+
+
+def pulled_twice(f: Any, w: Tensor, x: Tensor) -> Any:
+    pull: Any = vjp(f, w, x)[1]
+    return pull(ONES), pull(2 * ONES)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda f: grad(summed(f), (0, 1))(W, X),
+    "vjp": lambda f: pulled_twice(f, W, X),
+    "jacrev": lambda f: jacrev(f, (0, 1))(W, X),
+    "vmap(grad)": lambda f: vmap(grad(summed(f), (0, 1)), (None, 0))(W, XS),
+    "vmap(grad) of one": lambda f: vmap(grad(summed(f)), (None, 0))(W, XS),
+    "grad(vmap)": lambda f: grad(lambda w, x: vmap(f, (None, 0))(w, x).square().sum(), (0, 1))(W, XS),
+    "vmap(grad(vmap))": lambda f: vmap(grad(lambda w, x: vmap(f, (None, 0))(w, x).sin().sum()), (0, None))(
+        WS, XS
+    ),
+    "vmap(vjp)": lambda f: vmap(lambda w, x: vjp(f, w, x)[1](ONES), (None, 0))(W, XS),
+    "vmap(jacrev)": lambda f: vmap(jacrev(f), (0, None))(WS, X),
+    "jacrev(vmap)": lambda f: jacrev(vmap(f, (0, None)))(WS, X),
+    "of the cotangent": lambda f: grad(lambda ct: vjp(f, W, X)[1](ct)[0].sin().sum())(ONES),
+}
+POLICIES = {
+    "nothing": save_nothing,
+    "matmuls": save_matmuls,
+    "names": save_names("h"),
+    "host": offload_names("h"),
+    "budget": checkpoint_policy(budget=0.5),
+}
+
+
+def regions(f: Any, policy: Any) -> dict[str, tuple[Any, Any]]:
+    """By how regions nest: with and without them."""
+    inner = remat(f, policy=policy)
+    return {
+        "one": (inner, f),
+        "after itself": (lambda w, x: inner(w, inner(w, x)), lambda w, x: f(w, f(w, x))),
+        "inside": (remat(lambda w, x: inner(w, x.cos()) * 2), lambda w, x: f(w, x.cos()) * 2),
+    }
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_bit_for_bit(way: str, policy: str) -> None:
+    for how, (ours, plain) in regions(block, POLICIES[policy]).items():
+        want = pytree.tree_leaves(WAYS[way](plain))
+        for call in range(3):
+            got = pytree.tree_leaves(WAYS[way](ours))
+            near = 1e-12 if way == "of the cotangent" else 0.0  # two levels: the function runs again below
+            assert all(torch.allclose(a, b, near, near) for a, b in zip(got, want, strict=True)), (how, call)
+            assert not any(t.requires_grad for t in (*got, *want))  # nor where the transform was over
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "of the cotangent"])
+def test_the_function_runs_once(way: str) -> None:
+    calls = []
+
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        calls.append(None)
+        return block(w, x)
+
+    for _ in range(2):
+        calls.clear()
+        WAYS[way](remat(lambda w, x: remat(f)(w, x).cos()))
+        assert len(calls) == 1
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+@pytest.mark.parametrize("policy", ["nothing", "matmuls"])
+def test_dropout_is_drawn_as_without_regions(policy: str, randomness: str) -> None:
+    def noisy(w: Tensor, x: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(x @ w), 0.5) @ w * torch.rand_like(x)
+
+    def run(f: Any) -> Any:
+        torch.manual_seed(0)
+        batched = vmap(grad(summed(f)), (None, 0), randomness=randomness)(W, XS)
+        return batched, grad(summed(f))(W, X), torch.rand(3)
+
+    region = remat(noisy, policy=POLICIES[policy])
+    for _ in range(3):
+        torch.testing.assert_close(run(region), run(noisy), rtol=0, atol=0)
+
+
+def test_a_backward_at_the_level_records_nothing_of_what_is_recomputed() -> None:
+    x, ws = torch.randn(512, 32), [torch.randn(32, 32) for _ in range(12)]
+
+    def peak(f: Any) -> int:
+        def loss(ws: list[Tensor]) -> Tensor:
+            h = x
+            for w in ws:
+                h = f(w, h)
+            return h.sum()
+
+        grad(loss)(ws)
+        with LiveBytes() as live:
+            grad(loss)(ws)
+        return live.peak
+
+    def wide(w: Tensor, x: Tensor) -> Tensor:
+        return x + (x @ w).tanh().exp().sin().cos().tanh().sin()
+
+    assert peak(remat(wide)) < 0.45 * peak(wide)
+
+
+def test_parameters_that_plain_autograd_differentiates_too() -> None:
+    w = W.clone().requires_grad_()
+    captured = W.clone().requires_grad_()
+    for f in (lambda x: block(w, x), lambda x, own=captured: block(own, x)):
+        for of in (w, captured):
+            want = grad(lambda x, f=f: f(x).sum())(X)
+            got = grad(lambda x, f=f: remat(f)(x).sum())(X)
+            torch.testing.assert_close(got, want)
+            if want.requires_grad:
+                wanted = torch.autograd.grad(want.sin().sum(), of, allow_unused=True)
+                torch.testing.assert_close(
+                    torch.autograd.grad(got.sin().sum(), of, allow_unused=True), wanted
+                )
+
+
+def test_one_region_with_one_derivative_and_two() -> None:
+    region = remat(block)
+    for _ in range(2):
+        for way in (
+            lambda f: grad(summed(f))(W, X),
+            lambda f: hessian(lambda w: summed(f)(w, X))(W),
+            lambda f: jvp(lambda w: grad(summed(f))(w, X), (W,), (W,)),
+            lambda f: grad(lambda w: grad(summed(f))(w, X).sin().sum())(W),
+        ):
+            torch.testing.assert_close(way(region), way(block), rtol=1e-10, atol=1e-10)
+
+
+def test_a_derivative_of_the_same_level_is_refused_in_words() -> None:
+    region = remat(torch.sin)
+
+    def forces(x: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(region(x).sum(), x, create_graph=True)
+        return force.square().sum()
+
+    with pytest.raises(RematError, match="inside a torch.func transform"):
+        grad(forces)(X)
+    torch.testing.assert_close(grad(lambda x: region(x).sum())(X), X.cos())
+
+
+@pytest.mark.parametrize("way", ["jvp", "jacfwd", "vmap"])
+def test_with_nothing_to_reverse_the_function_runs_as_it_is(way: str) -> None:
+    seen = []
+
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        seen.append(_len_torch_dispatch_stack())
+        return block(w, x)
+
+    def run(f: Any) -> Any:
+        if way == "vmap":
+            return vmap(f, (None, 0))(W, XS)
+        return jvp(f, (W, X), (W, X)) if way == "jvp" else torch.func.jacfwd(f)(W, X)
+
+    torch.testing.assert_close(run(remat(f)), run(block), rtol=0, atol=0)
+    assert seen == [0]
+
+
+def test_written_arguments_and_raw_memory_keep_what_torch_keeps_once() -> None:
+    """What a frame does not serve: the first call holds all, later ones run the function again below."""
+
+    def writes(w: Tensor, x: Tensor) -> Tensor:
+        h = x * 1
+        return remat(lambda h: h.mul_(2).sin() @ w)(h) * h
+
+    def plain(w: Tensor, x: Tensor) -> Tensor:
+        h = x * 1
+        return (h.mul_(2).sin() @ w) * h
+
+    for _ in range(3):
+        torch.testing.assert_close(grad(summed(writes), (0, 1))(W, X), grad(summed(plain), (0, 1))(W, X))

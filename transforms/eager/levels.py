@@ -1,0 +1,271 @@
+"""The frame under torch.func, where one level differentiates, with vmaps inside of it and around.
+
+The tape lies below all levels and sees batched ops. What autograd saves at the level is a wrapper, detached
+at every level below. Its number on the tape tells what it is, and its wrappers are put around it again when
+it is read. The level's own backward is recorded (`create_graph=True`), and nothing differentiates that:
+so no node that reads recomputed values is recorded. Torch sets grad mode anew for each node.
+
+What this does not serve takes the primitive: a level or a tensor below that is differentiated, too; functions
+that run again as a whole; derivatives inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from remat.transforms.closure import Bindings
+from remat.transforms.compat import (
+    GRAD,
+    VMAP,
+    add_batch_dim,
+    allow_hooks,
+    below_levels,
+    dual_level_open,
+    graph_task,
+    has_no_level_rule,
+    hooks_disabled,
+    in_pass_of_func,
+    in_transform,
+    is_dead,
+    level_of,
+    level_stack,
+    refuse_hooks,
+    set_grad_enabled,
+    top_hooks,
+    uncompiled_calls,
+    unwrap_once,
+    wrap_for_grad,
+    wrapped_dead,
+    wrappers_of,
+)
+from remat.transforms.context import active, node_of, quiet
+from remat.transforms.eager.frame import Frame
+from remat.transforms.eager.inputs import Inputs
+from remat.transforms.errors import RematError, overwritten
+from remat.transforms.ops import lies, version_of
+from remat.transforms.pytree import flatten, split
+from remat.transforms.region import Region
+from remat.transforms.state import RandomState
+from remat.transforms.tape import Held, Recorder
+
+_PROBE = torch.empty(0)
+# What torch.func does not run at its levels, and the primitive runs below them.
+_REFUSED = (
+    "attempting to call Tensor.requires_grad_()",
+    "Tensor that doesn't have storage",
+    "must override the setup_context staticmethod",
+    "does not have vmap support",
+)
+
+
+class Unserved(BaseException):
+    """A forward that the primitive must run."""
+
+
+def served_level() -> int | None:
+    """The level that differentiates, if it is the only one and a frame serves what runs here."""
+    number = None
+    for level in level_stack() or ():
+        key = level.key()
+        if key == GRAD and number is None:
+            number = level.level()
+        elif key != VMAP:
+            return None
+    if number is None or dual_level_open() or torch.is_inference_mode_enabled():
+        return None
+    hooks = top_hooks()
+    if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), LevelFrame):
+        return None
+    return number if all([mode.levels for mode in active.stack]) else None
+
+
+class LevelInputs(Inputs):
+    """The arguments of one call at a level.
+
+    Attributes:
+        level: the number of the one that differentiates.
+        around: the wrappers of each argument.
+        graded: the arguments that it differentiates.
+    """
+
+    def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], level: int) -> None:
+        super().__init__(region, args, kwargs)
+        self.level = level
+        pairs = [wrappers_of(t) for t in self.tensors]
+        self.local, self.around = [bottom for bottom, _ in pairs], tuple([around for _, around in pairs])
+        self.inference = any([t.is_inference() for t in self.local])
+        self.graded = [i for i, t in enumerate(self.tensors) if at_level(t, level).requires_grad]
+        self.undo: Any = None
+
+    def signature(self) -> Any:
+        own = tuple([(t.shape, t.dtype, lies(t)) for t in self.local])
+        return own, self.around, tuple(self.graded), self.level, super().signature()
+
+    def note_random(self) -> None:
+        with below_levels():
+            super().note_random()
+
+    def note_world(self, reach: Any) -> None:
+        """Note what a forward changes that may turn out to be the primitive's."""
+        self.undo = (
+            Bindings(reach, states=True, bound=not self.ambient.captured),
+            RandomState(self.tensors, own=reach),
+        )
+
+    def put_back(self, recorder: Recorder | None) -> None:
+        """Let the world be as it was before the forward that `recorder` has watched."""
+        if self.undo is not None:
+            self.undo[0].put_back()
+        if recorder is not None:
+            with torch.no_grad(), below_levels():
+                recorder.put_back()
+        if self.undo is not None:
+            self.undo[1].restore()
+
+
+class LevelFrame(Frame):
+    """A frame at one level of torch.func.
+
+    Attributes:
+        probe: a wrapper of the level, which tells whether that has ended.
+        ends: the results as the level sees them.
+        saved: what autograd saves in a first call, with versions, until it is known that a frame serves it.
+        whole: whether all of that is held after all: what is to run again takes the primitive.
+    """
+
+    inputs: LevelInputs
+
+    def __init__(self, inputs: LevelInputs) -> None:
+        super().__init__(inputs)
+        self.probe = wrap_for_grad(_PROBE, inputs.level)
+        self.watcher: Recorder | None = None
+        self.ends: list[torch.Tensor] = []
+        self.saved: list[tuple[torch.Tensor, int]] | None = None
+        self.whole = False
+
+    def forward(self, args: Any, kwargs: Any, known: Any) -> Any:
+        message = hooks_disabled()
+        allow_hooks()
+        if known is None:
+            self.saved = []
+        try:
+            with uncompiled_calls():
+                out = super().forward(args, kwargs, known)
+        except (RuntimeError, KeyError) as error:
+            if known is None and (has_no_level_rule(error) or any(part in str(error) for part in _REFUSED)):
+                raise Unserved from None
+            raise
+        else:
+            self.watcher = None
+            return out
+        finally:
+            self.ends, self.saved = [], None
+            if message is not None:
+                refuse_hooks(message)
+
+    def begin(self, recorder: Recorder) -> None:
+        recorder.levels, recorder.graded = True, self.inputs.graded
+        self.watcher = recorder
+
+    def watching(self, recorder: Recorder) -> Any:
+        return recorder.selector.watching(levels=True)
+
+    def break_off(self, recorder: Recorder, error: BaseException) -> None:
+        with below_levels():
+            super().break_off(recorder, error)
+
+    def end(self, known: Any, recorder: Recorder, out: Any) -> None:
+        results = split(flatten(out)[0])[0]
+        self.ends = [at_level(t, self.inputs.level) for t in results]
+        with below_levels():
+            super().end(known, recorder, [wrappers_of(t)[0] for t in results])
+
+    def differentiated(self, out: Any) -> list[torch.Tensor]:
+        return [t for t in self.ends if node_of(t) is not None]
+
+    def hold_whole(self) -> bool:
+        if self.saved is None:
+            raise Unserved
+        for ref, (tensor, version) in zip(self.handles, self.saved, strict=True):
+            if ref is not None and (handle := ref()) is not None:
+                handle.value = Held(tensor, self.region.name, None)
+                handle.value.version = version
+        self.whole = self.region.cache.unframed = True
+        return True
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if self.inner:  # a region inside hands over what it reads
+            bottom, around = tensor, None
+        elif not in_transform():
+            raise Unserved  # plain autograd differentiates, too
+        else:
+            bottom, around = wrappers_of(tensor)
+        if self.saved is not None:
+            self.saved.append((bottom, version_of(bottom)))
+        with below_levels():
+            handle = super().pack(bottom)
+        return handle if around is None else (handle, around)
+
+    def pack_expected(self, tensor: torch.Tensor) -> Any:
+        if self.inner:
+            return super().pack_expected(tensor)
+        if not in_transform():
+            raise Unserved
+        recorder: Any = self.recorder
+        at = recorder.packs
+        bottom, around = wrappers_of(tensor)
+        if recorder.expects(bottom):
+            return at, around
+        self.handles += [None] * (at - len(self.handles))
+        return self.pack(tensor)
+
+    def unpack(self, handle: Any) -> torch.Tensor:
+        if type(handle) is not tuple:
+            return super().unpack(handle)
+        at, around = handle
+        if self.recorder is not None:
+            value = self._early(at)
+        elif not in_transform():
+            value = super().unpack(at)
+        else:
+            with below_levels():
+                value = super().unpack(at)
+        dead = is_dead(self.probe)
+        if not (dead or self.whole) and torch.is_grad_enabled() and graph_task() != -1:
+            if not in_pass_of_func():
+                raise RematError(
+                    f"region {self.region.name!r} is differentiated inside a torch.func transform by "
+                    "torch.autograd.grad(create_graph=True). Nest the transforms instead: torch.func.grad of "
+                    "a function that calls torch.func.grad."
+                )
+            set_grad_enabled(False)
+        batched = False
+        for level, dim in reversed(around):
+            if batched := dim is not None:
+                value = add_batch_dim(value, dim, level)
+            elif not dead:
+                value = wrap_for_grad(value, level)
+        if dead:
+            # (Autograd gives what it unpacks a history, which a wrapper of an ended level hides.)
+            return wrapped_dead(value)
+        return wrap_for_grad(value, self.inputs.level) if batched else value
+
+    def _early(self, at: Any) -> torch.Tensor:
+        """What a backward inside the forward reads: then all is held, and later calls take the primitive."""
+        if self.saved is None:
+            raise Unserved
+        self.whole = self.region.cache.differentiates = True
+        tensor, version = self.saved[at if type(at) is int else at.at]
+        if version_of(tensor) != version:
+            raise RematError(overwritten(self.region.name, tensor))
+        with below_levels():
+            return quiet(tensor.detach)
+
+
+def at_level(tensor: torch.Tensor, level: int) -> torch.Tensor:
+    """A tensor as a level sees it, without the wrappers of levels inside."""
+    while level_of(tensor) > level:
+        tensor = unwrap_once(tensor)
+    return tensor
