@@ -167,23 +167,29 @@ def _run_forward(
     """
     if not torch.is_grad_enabled():
         return region.function(*args, **kwargs)
-    tensors, _ = split(flatten((args, kwargs))[0])
-    hidden = region.cache.hides_leaves
-    if current() or hidden or any(_graded(t) for t in (*tensors, *captured(reached(region.function)))):
+    known = current() or region.cache.hides_leaves
+    if known or _graded(flatten((args, kwargs))[0]) or _graded(captured(reached(region.function))):
         return _run_primitive(region if bind is None else bind(), args, kwargs)
     out = region.function(*args, **kwargs)
     # Where something is differentiated that the search has not found, this call keeps what autograd keeps: a
     # second run would write and draw twice. Later calls recompute.
-    region.cache.hides_leaves = any(_graded(t) for t in split(flatten(out)[0])[0])
+    region.cache.hides_leaves = _graded(flatten(out)[0])
     return out
 
 
-def _graded(tensor: torch.Tensor) -> bool:
-    """Whether plain autograd differentiates a tensor, or the innermost level's tangent of it."""
-    if unwrapped(tensor).requires_grad:
-        return True
-    tangent = tangent_of(tensor) if level_of(tensor) == depth() and not is_batched(tensor) else None
-    return tangent is not None and unwrapped(tangent).requires_grad
+def _graded(leaves: Iterable[Any]) -> bool:
+    """Whether plain autograd differentiates a tensor of these, or the innermost level's tangent of one."""
+    innermost = depth()
+    for leaf in leaves:
+        if not is_tensor(leaf):
+            continue
+        if unwrapped(leaf).requires_grad:
+            return True
+        if level_of(leaf) == innermost and not is_batched(leaf):
+            tangent = tangent_of(leaf)
+            if tangent is not None and unwrapped(tangent).requires_grad:
+                return True
+    return False
 
 
 def _nothing_reversed() -> bool:
