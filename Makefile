@@ -13,8 +13,9 @@ unexport PYTHONDONTWRITEBYTECODE
 sweep: $(STAMP)
 	$(BIN)/python -m remat sweep $(ARGS)
 
+# `make test ROOM=scan` runs the tests of one room; a path in tests/ is one, too.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow' $(ROOM:%=tests/$(patsubst tests/%,%,$(ROOM))) $(ARGS)
 
 # Everything; `make test-all ARGS='-m slow'` is what `make test` leaves out. Triton compiles for GPUs that are
 # not there; it is large, and nothing else needs it.

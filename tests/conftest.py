@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections import Counter
 
 import pytest
 import torch
@@ -40,6 +41,23 @@ def pretend_speeds():
 
 pretend_speeds()
 seed_only_what_is_there()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--rooms", action="store_true", help="at the end, the seconds of tests by room")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--rooms"):
+        seconds, tests = Counter(), Counter()
+        for report in [r for reports in terminalreporter.stats.values() for r in reports]:
+            if hasattr(report, "duration"):
+                room = "/".join(report.nodeid.partition("::")[0].split("/")[:2])
+                seconds[room] += report.duration
+                tests[room] += report.when == "call"
+        terminalreporter.section("seconds by room")
+        for room, taken in seconds.most_common():
+            terminalreporter.write_line(f"{taken:8.1f} s  {tests[room]:6,} tests  {room}")
 
 
 def ambient():

@@ -398,7 +398,7 @@ class Run:
                 text = marked(self.root, self.drawn, path)
                 self.note("marks", path, exchange(self.functions, self.root, path, text))
             with open(done, "a") as out:
-                for item, after in pairwise([*wanted, None]):
+                for item, after in zip(wanted, [*wanted[1:], None], strict=True):
                     os.environ["MUTANTS_TEST"] = item.nodeid
                     outcome, seconds = self._test(item, after)
                     out.write(json.dumps([item.nodeid, outcome, round(seconds, 3)]) + "\n")

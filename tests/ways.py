@@ -594,12 +594,12 @@ def two_ranks(run: Pass, step: dict[str, Any]) -> Seen:
     """
     x, y = run.inputs(step)
     x = (x.detach() + dist.get_rank() / 4).requires_grad_()
-    if run.wrapped is None:
-        run.wrapped = run.model
-        if any(p.requires_grad for p in run.model.parameters()):
-            run.wrapped = nn.parallel.DistributedDataParallel(run.model)
+    call = run.wrapped
+    if call is None:
+        learns = any(p.requires_grad for p in run.model.parameters())
+        call = run.wrapped = nn.parallel.DistributedDataParallel(run.model) if learns else run.model
     # Every weight counts, if only by zero: a weight without a gradient is another setting of the wrapper.
-    loss = total([run.wrapped(x, y)]) + sum((0 * t.double()).sum() for t in run.leaves(x))
+    loss = total([call(x, y)]) + sum((0 * t.double()).sum() for t in run.leaves(x))
     run.model.escaped.clear()
     run.model.noted = None
     seen: Seen = {"value": loss.detach().clone()}

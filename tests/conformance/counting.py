@@ -11,8 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from remat import save_everything, save_nothing, save_ops
-from remat._inspect.residuals import saved_residuals
+from remat import save_everything, save_nothing, save_ops, saved_residuals
 from tests.helpers import OpCounter, scalar, vjp
 
 

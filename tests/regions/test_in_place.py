@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from remat import RematError, checkpoint_name, checkpoint_policy, remat
-from remat._core.opinfo import Decision
+from remat import Decision, RematError, checkpoint_name, checkpoint_policy, remat
 from remat.policies import (
     offload,
     offload_names,

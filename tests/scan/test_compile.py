@@ -15,8 +15,8 @@ from remat import (
     save_matmuls,
     save_names,
     save_nothing,
+    scan_remat,
 )
-from remat._scan.scan import scan_remat
 from remat.schedules import All, Revolve, Segmented
 from remat.transforms.scan.compiled.sums import Sums
 from remat.transforms.scan.compiled.unroll import UnrolledStep

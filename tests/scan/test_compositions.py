@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from remat import checkpoint_name, remat
-from remat._scan.scan import scan_remat
-from remat._scan.while_loop import while_remat
+from remat import checkpoint_name, remat, scan_remat, while_remat
 from remat.policies import save_matmuls, save_names
 from remat.schedules import Multilevel
 from remat.transforms.errors import RematError

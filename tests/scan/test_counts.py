@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import remat, saved_residuals
-from remat._scan.scan import scan_remat
-from remat._scan.while_loop import while_remat
+from remat import remat, saved_residuals, scan_remat, while_remat
 from remat.policies import save_everything, save_matmuls
 from remat.schedules import Multilevel, Online, Revolve, Sqrt, advances
 from remat.transforms.offload import to_host

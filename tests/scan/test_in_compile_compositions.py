@@ -7,8 +7,8 @@ import torch
 from torch._dynamo import exc
 from torch.func import grad, vmap
 
-from remat import remat, save_matmuls, scan_remat
-from remat._scan.stacked_layers import scan_layers, stack_params
+from remat import remat, save_matmuls, scan_layers, scan_remat
+from remat.layers import stack_params
 from remat.transforms import value_and_grad
 from tests.compiled import compiled
 from tests.helpers import sparse

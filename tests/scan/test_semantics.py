@@ -17,10 +17,10 @@ import remat._scan.scan
 import remat._scan.stacked_layers
 import remat._scan.while_loop
 from remat import remat as region
-from remat._scan.scan import scan_remat
-from remat._scan.stacked_layers import scan_layers, stack_params, unstack_params
+from remat import scan_layers, scan_remat
 from remat._scan.while_loop import default_slots, while_remat
 from remat.cli.measure import trace_memory
+from remat.layers import stack_params, unstack_params
 from remat.policies import save_matmuls
 from remat.schedules import Online, Revolve, Segmented, Sqrt, advances
 from remat.transforms.errors import RematError

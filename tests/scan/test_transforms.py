@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from remat import remat
-from remat._scan.scan import scan_remat
+from remat import remat, scan_remat
 from remat.policies import save_everything, save_matmuls, save_nothing
 from remat.schedules import Multilevel, Revolve, Segmented
 from tests.helpers import loop, sparse
