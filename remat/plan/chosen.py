@@ -123,7 +123,7 @@ class Portfolio:
         """
         chain, asked = self._chain, limit
         for _ in range(_TRIES):
-            parts = best_parts(chain, asked, nested=False)
+            parts = best_parts(chain, asked, nested=False) if asked >= 0 else None
             if parts is None:
                 if asked >= self._lowest:
                     return

@@ -10,7 +10,7 @@ counts. Other workspaces and allocator rounding do not, nor what lives before th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ import torch
 
 from remat.plan.graph import Graph, workspace
 from remat.plan.solve import Solution
-from remat.transforms import RematError
+from remat.transforms import RematError, traits
 from remat.transforms.joint import Joint, Op, Ref
 
 T = TypeVar("T")
@@ -69,6 +69,7 @@ def simulated(
     last: bool = False,
     compiled: bool = False,
     accumulating: bool = False,
+    anew: bool = False,
     stays: bool = False,
 ) -> Profile:
     """Simulate a forward after which these storages are kept, with inputs `size` bytes, and its backward.
@@ -77,6 +78,7 @@ def simulated(
         last: of the last stage of a chain the result's gradient is not counted: it lives before.
         compiled: the backward is a compiled one, where what runs again does so right before its first reader.
         accumulating: parameters' gradients are added to buffers that live before, and go at once.
+        anew: so they are, but the buffers are gradients of one other call: see `summed_anew`.
         stays: what is kept goes with the region's backward, not as it is read.
     """
     joint, order = graph.joint, backward_order(graph, saved, replayed, compiled)
@@ -97,7 +99,8 @@ def simulated(
         forever = forever | results
     read = {joint.values[v].storage for v in joint.saved}
     begun = kept | tangents | (_allocated(graph, saved) & graph.returned & read)
-    backward = live_bytes(joint, order, start=begun, forever=forever, nodes=not compiled)
+    sums = summed_anew(joint) if anew else {}
+    backward = live_bytes(joint, order, start=begun, forever=forever, nodes=not compiled, beside=sums)
     inputs = size - sum(joint.storages[s] for s in kept)
     return Profile(size, forward + inputs, backward + inputs + again, sum(joint.storages[s] for s in left))
 
@@ -131,13 +134,31 @@ def gradients_left(joint: Joint) -> set[int]:
     return {joint.values[g].storage for g, v in pairs if joint.values[v].origin == "parameter"}
 
 
+def summed_anew(joint: Joint) -> dict[int, int]:
+    """Bytes of the sum of each parameter's gradient and that of another call, where a new tensor is made.
+
+    That is so for the first sum of gradients that are views, such as a linear layer's: see `written_over`.
+    """
+    pairs = zip(joint.gradients, joint.differentiated, strict=True)
+    mine = [g for g, v in pairs if joint.values[v].origin == "parameter"]
+    return {g: joint.values[g].bytes for g in mine if _is_view(joint, joint.values[g].producer)}
+
+
 def live_bytes(
-    joint: Joint, ops: Sequence[Op], start: set[int], forever: set[int], *, nodes: bool = False
+    joint: Joint,
+    ops: Sequence[Op],
+    start: set[int],
+    forever: set[int],
+    *,
+    nodes: bool = False,
+    beside: Mapping[int, int] | None = None,
 ) -> int:
     """The most bytes live at once while `ops` run, storages being freed after their last use.
 
     With `nodes`, what an autograd node reads and makes is freed when the node lets go of it, or ends.
+    `beside`: bytes that are made, and others that go, once a value is there.
     """
+    beside = beside or {}
     last: dict[int, int] = {}
     used: dict[int, int] = {}
     ends = node_ends(ops) if nodes else {}
@@ -166,7 +187,7 @@ def live_bytes(
             if storage not in live and joint.owner[storage] >= 0:
                 live.add(storage)
                 total += joint.storages[storage]
-        most = max(most, total + workspace(joint, op))
+        most = max(most, total + workspace(joint, op), total + sum(beside.get(v, 0) for v in op.outputs))
         for storage in ending.get(step, ()):
             if storage in live:
                 live.remove(storage)
@@ -224,11 +245,18 @@ def written_over(joint: Joint, op: Op) -> int:
     if not alike or joint.storages[so_far.storage] != out.bytes:
         return -1
     if op.target is _ADD:
-        adds = len(op.reads) == 2 and joint.ops[maker].node != op.node
+        # A view leads to its base, so that autograd holds two handles on the memory: no sum goes there.
+        adds = len(op.reads) == 2 and joint.ops[maker].node != op.node and not _is_view(joint, maker)
     else:
         zeros = str(joint.ops[maker].target).partition(".")[2].startswith(_ZEROS)
         adds = op.target in _SCATTERS and zeros and joint.ops[maker].node == op.node
     return so_far.storage if adds else -1
+
+
+def _is_view(joint: Joint, maker: int) -> bool:
+    """Whether what an op makes is a view, which leads to its base."""
+    op = joint.ops[maker].target if maker >= 0 else None
+    return op is not None and traits(op).view and op is not _aten._unsafe_view.default
 
 
 def node_ends(ops: Sequence[Op]) -> dict[int, int]:

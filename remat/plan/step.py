@@ -96,14 +96,16 @@ class WholeStep:
         return _weights(self.outside) if self.shards > 1 else 0
 
     @cached_property
-    def first(self) -> tuple[bool, ...]:
-        """Whether a region's backward is the first one of its module: those after add to its gradients."""
-        later: set[int] = set()
-        found: list[bool] = []
-        for owner in reversed(self.owners):
-            found.append(owner is None or id(owner) not in later)
-            later.add(id(owner))
-        return tuple(reversed(found))
+    def turns(self) -> tuple[tuple[int, int], ...]:
+        """How many backwards of its module come before a region's, and how many after.
+
+        The gradients of several calls are added up first, and then to what lives before.
+        """
+        calls: dict[int, list[int]] = {}
+        for at, owner in enumerate(self.owners):
+            calls.setdefault(-1 - at if owner is None else id(owner), []).append(at)
+        where = {at: (k, len(all) - 1 - k) for all in calls.values() for k, at in enumerate(reversed(all))}
+        return tuple([where[at] for at in range(len(self.owners))])
 
     def measure(self, at: int, model: CostModel) -> Measure:
         """What plans of region `at` take."""
@@ -111,46 +113,36 @@ class WholeStep:
 
     def _options(self, at: int) -> dict[str, bool]:
         """How a region differs from others with its graph."""
-        hole = self.outside.holes[at]
+        hole, (before, after) = self.outside.holes[at], self.turns[at]
         beyond = [self._live.beyond(hole, v) for v in hole.cotangents]
         return {
-            "accumulating": self.accumulating or not self.first[at],
+            "accumulating": before > 0 or (self.accumulating and not after),
+            "anew": before == 1,
             # A residual connection holds the gradient of the result as well: it counts outside.
             "last": bool(beyond) and all(beyond),
         }
 
     def stages(self, model: CostModel, more: Callable[[Measure], Sequence[Choice]]) -> list[Stage]:
         """The regions in numbers, with what is outside of each; `more` gives further choices of a kind."""
-        made: dict[tuple[int, bool, bool], Stage] = {}
+        made: dict[tuple[int, tuple[bool, ...]], Stage] = {}
         found: list[Stage] = []
         for at, graph in enumerate(self.graphs):
-            first, options = self.first[at], self._options(at)
-            key = id(graph), first, options["last"]
+            options = self._options(at)
+            key = id(graph), tuple(options.values())
             if key not in made:
                 measure = self.measure(at, model)
                 stage = graph.solved.made(("stage", model, *options.values()), measure.stage)
                 planned = graph.joint.hooked and not self.ran
-                plain = self._plain(at, model, stage.plain)
                 made[key] = replace(
                     stage,
                     # Where Python runs again as a whole, what is kept beside is of no use.
                     choices=(*more(measure), *(stage.choices if planned else stage.choices[:1])),
-                    gradients=stage.gradients // self.shards if first else 0,
-                    plain=plain,
+                    gradients=stage.gradients // self.shards,
                 )
             stage = made[key]
             placed = [self.placed(at, choice) for choice in stage.choices]
             found.append(replace(stage, choices=tuple(placed), plain=self.placed(at, stage.plain)))
         return found
-
-    def _plain(self, at: int, model: CostModel, plain: Choice) -> Choice:
-        """A region that is none: its nodes let the gradient of its result go, whoever else holds it."""
-        options, joint = self._options(at), self.graphs[at].joint
-        if not options["last"]:
-            return plain
-        own = Measure(self.graphs[at], model, **{**options, "last": False}).stage().plain
-        begun = {v.storage for v in joint.values if v.origin == "tangent"}
-        return replace(own, backward=own.backward - sum(joint.storages[s] for s in begun))
 
     def placed(self, at: int, choice: Choice) -> Choice:
         """A choice that takes the bytes outside along: the chain's sums are then those of the whole step."""
@@ -221,8 +213,12 @@ class WholeStep:
             size, joint = held + made + choice.backward, self.graphs[at].joint
             kept = f"{format_bytes(held)} kept by those before, {format_bytes(made)} of gradients"
             yield size, f"the backward of {called[at]} or what is right before it, {kept}"
-            left = gradients_left(joint) if self.first[at] and not self.accumulating else ()
-            made += sum(joint.storages[s] for s in left) // self.shards
+            left = sum(joint.storages[s] for s in gradients_left(joint)) // self.shards
+            earlier, later = self.turns[at]
+            if not earlier and (later or not self.accumulating):
+                made += left
+            elif earlier and not later and self.accumulating:
+                made -= left
         yield (
             made + after,
             f"what is before the blocks in the backward, {format_bytes(made)} of gradients",
@@ -321,7 +317,9 @@ def _shared(outside: Joint) -> set[int]:
         for v in hole.operands:
             readers.setdefault(outside.values[v].storage, set()).add(k)
     late = {outside.values[v].storage for op in outside.backward for v in op.reads}
-    return {s for s, who in readers.items() if len(who) > 1 or outside.owner[s] < 0 or s in late}
+    # Who keeps a part keeps all of the memory that it lies in.
+    parts = {s for s in readers if len(outside.family[s]) > 1}
+    return {s for s, who in readers.items() if len(who) > 1 or outside.owner[s] < 0 or s in late | parts}
 
 
 def _made(joint: Joint) -> list[int]:

@@ -377,6 +377,60 @@ class OldConstants(Loops):
         self.blocks = nn.ModuleList(OldConstant() for _ in range(3))
 
 
+class Slices(nn.Module):
+    """Blocks are given a part of what a wide layer makes, and keep all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(32, 256) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 96)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for wide, block in zip(self.wide, self.blocks, strict=True):
+            x = block(wide(x)[..., 32:64])[..., :32]
+        return x.square().mean()
+
+
+class Called(nn.Module):
+    """Few rows and wide weights, whose gradients of several calls are added up: views of products, at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        x = x[:, :2]
+        for _ in range(4):
+            for layer in self.layers:
+                x = x + layer(x)
+        return x.square().mean()
+
+
+class Balancing(FeedForward):
+    """A loss of the block's own, as in a mixture of experts."""
+
+    def forward(self, x):
+        y = self.net(x)
+        return y, y.mean(-1).square().mean()
+
+
+class Balanced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Balancing() for _ in range(3))
+
+    def forward(self, x):
+        loss: Any = 0.0
+        for layer in self.layers:
+            y, more = layer(x)
+            x, loss = x + y, loss + more
+        return x.square().mean() + loss
+
+
 @pytest.mark.parametrize(
     ("kind", "rel"),
     [
@@ -396,6 +450,9 @@ class OldConstants(Loops):
         (Stable, 0.05),  # planned 4 % above what it takes: what nobody reads goes before the end
         (Memories, 0.1),
         (OldConstants, 0.03),
+        (Slices, 0.001),
+        (Called, 0.001),
+        (Balanced, 0.002),
     ],
 )
 def test_peaks_are_those_of_steps(kind, rel):
@@ -652,7 +709,7 @@ def test_measure_runs_nothing_where_shapes_are_enough(capfd):
     assert not capfd.readouterr().err and "real steps" not in str(report)
 
 
-@pytest.mark.parametrize("kind", [Pairs, Twice, Memories])
+@pytest.mark.parametrize("kind", [Pairs, Twice, Memories, Called])
 def test_a_report_measures_its_step(kind):
     torch.manual_seed(0)
     model, x = kind(), torch.randn(8, 64, 32)

@@ -246,7 +246,7 @@ class _Left(torch.autograd.Function):
         ctx.mark_non_differentiable(*[t for t, m in zip(made, fresh, strict=True) if not m.grad])
         ctx.set_materialize_grads(False)
         ctx.hole = hole
-        ctx.like = [(t.shape, t.stride(), t.dtype, t.device) for t in operands]
+        ctx.like = [(t.shape, _dense(t.shape, t.stride()), t.dtype, t.device) for t in operands]
         return tuple(made)
 
     @staticmethod
@@ -257,3 +257,12 @@ class _Left(torch.autograd.Function):
             for (shape, stride, dtype, device), wanted in zip(ctx.like, ctx.needs_input_grad[3:], strict=True)
         ]
         return (None, None, None, *found)
+
+
+def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a gradient: dimensions in the order of its tensor's, without the gaps of a part."""
+    found, step = [0] * len(shape), 1
+    for at in sorted(range(len(shape)), key=lambda k: (stride[k], -k)):
+        found[at] = step
+        step *= shape[at]
+    return tuple(found)
