@@ -2,8 +2,8 @@
 
 The model is that of the engine. Between passes a region holds what its plan keeps. In its backward it
 first goes through its forward again, then differentiates. What it kept goes as it is read. It stays until the
-end where an argument is gone that all could be made from anew. In a compiled backward what runs again does so
-right before its first reader.
+end where an argument is gone that all could be made from anew, or where a backward may come from some results
+only. In a compiled backward what runs again does so right before its first reader.
 A storage lives from the op that allocates it to its last reader. What convolutions of a CPU take inside
 counts. Other workspaces and allocator rounding do not, nor what lives before the step (parameters, inputs).
 """
@@ -55,7 +55,7 @@ def profile(graph: Graph, solution: Solution, **options: bool) -> Profile:
         options: as for `simulated`.
     """
     kept, saved = fresh(graph, solution.saved), solution.saved
-    stays = not options.get("compiled") and not graph.lent <= saved
+    stays = not options.get("compiled") and (several_results(graph.joint) or not graph.lent <= saved)
     return simulated(graph, kept, saved, solution.replayed, solution.bytes, stays=stays, **options)
 
 
@@ -115,6 +115,14 @@ def backward_order(graph: Graph, saved: Set[int], replayed: Set[int], compiled: 
         return [*(ops[k] for k in sorted(replayed) if k < len(ops)), *joint.backward]
     there = {o for k in saved if k < len(ops) for o in ops[k].outputs}
     return compiled_order(joint, there, range(len(ops), len(joint.ops)))
+
+
+def several_results(joint: Joint) -> bool:
+    """Whether a backward may come from some results only, for which what is kept stays until its end."""
+    if sum(value.origin == "tangent" for value in joint.values) < 2:
+        return False
+    made = (joint.values[v] for v in joint.results)
+    return len({v.producer for v in made if v.producer >= 0 and v.dtype.is_floating_point}) > 1
 
 
 def fresh(graph: Graph, saved: Set[int]) -> set[int]:

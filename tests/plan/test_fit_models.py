@@ -394,7 +394,7 @@ class Slices(nn.Module):
 
 
 class Called(nn.Module):
-    """Few rows and wide weights, whose gradients of several calls are added up: views of products, at first."""
+    """Few rows and wide weights: what counts is the gradients of several calls, and their sums."""
 
     def __init__(self):
         super().__init__()
@@ -440,7 +440,7 @@ class Balanced(nn.Module):
         (Locals, 0.001),
         (Moved, 0.001),
         (Loops, 0.001),
-        (Twice, 0.05),
+        (Twice, 0.05),  # planned 4 % above: gradients of two calls are added up before either has ended
         (Lengths, 0.001),
         (Shared, 0.001),
         (Results, 0.001),
@@ -709,7 +709,7 @@ def test_measure_runs_nothing_where_shapes_are_enough(capfd):
     assert not capfd.readouterr().err and "real steps" not in str(report)
 
 
-@pytest.mark.parametrize("kind", [Pairs, Twice, Memories, Called])
+@pytest.mark.parametrize("kind", [Pairs, Twice, Memories])
 def test_a_report_measures_its_step(kind):
     torch.manual_seed(0)
     model, x = kind(), torch.randn(8, 64, 32)
@@ -724,3 +724,16 @@ def test_a_report_measures_its_step(kind):
     more = remat.fit(model, x, peak="1TiB").measure()
     assert more.measured_bytes == pytest.approx(more.plain_bytes, rel=0.02)
     assert all(p.grad is not None and bool((p.grad == 1).all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [Pairs, Twice, Called])
+def test_gradients_of_several_calls_are_added_up_first(kind):
+    """Where gradients are there before the step, too: all calls give theirs before these are touched."""
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(4, 24, 32)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    plain = remat.fit(model, x, peak="1TiB").measure()
+    assert plain.measured_bytes is not None
+    held = plain.held.bytes
+    assert plain.measured_bytes - held == pytest.approx(plain.plain_bytes - held, rel=0.02)

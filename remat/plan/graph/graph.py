@@ -153,9 +153,8 @@ class Graph:
                 found.add(number)
                 maker = joint.values[number].producer
                 stack += joint.ops[maker].reads if maker >= 0 else ()
-        owned = {v for v in found if joint.values[v].origin == "elsewhere" and v in joint.differentiated}
         lent = (v for v in found if joint.values[v].origin in ("argument", "elsewhere"))
-        return frozenset(self._input_place[v] for v in lent if v not in owned)
+        return frozenset(self._input_place[v] for v in lent)
 
     def problem(self, model: CostModel, *, keep_heavy: bool = False) -> Problem:
         """The planning problem under a cost model.
