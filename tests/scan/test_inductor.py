@@ -1,8 +1,7 @@
-"""Scans whose blocks Inductor compiles: small products written as sums, buffers on the stack, C++ calls."""
+"""Scans whose blocks Inductor compiles: small products written as sums, C++ calls."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from remat import save_matmuls, scan_remat
 from remat.transforms.compat import cpu
-from remat.transforms.compat.cpu import results_on_heap
 from tests.helpers import sparse
 
 N, B, D = 19, 2, 8
@@ -95,7 +93,8 @@ def test_bodies(kind, args):
 
 @pytest.mark.slow
 def test_small_products_are_sums_in_one_kernel(args, monkeypatch):
-    """No matrix library is called in a block: neither forward, nor for the carry's gradient."""
+    """No matrix library is called in a forward, nor for the weight's gradient. The carry's reads the weight's
+    transpose, whose rows do not lie in memory as they are."""
     w, h, xs = args
     graphs, decompositions = [], cpu._decompositions
 
@@ -114,7 +113,7 @@ def test_small_products_are_sums_in_one_kernel(args, monkeypatch):
 
     monkeypatch.setattr(cpu, "_decompositions", noted)
     check(lambda h, x: (torch.tanh(h @ w + x), None), h, xs, args)
-    assert len(graphs) == 16 and all(graphs)
+    assert (graphs.count(True), graphs.count(False)) == (16, 8)
 
 
 @pytest.mark.slow
@@ -128,29 +127,3 @@ def test_inside_torch_compile(args):
     expected = torch.autograd.grad(loss(*args), args)
     compiled = torch.compile(loss, fullgraph=True)
     torch.testing.assert_close(torch.autograd.grad(compiled(*args), args), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_inductor_is_as_it_was_however_threads_overlap():
-    from torch._inductor.codegen.cpp_wrapper_cpu_array_ref import CppWrapperCpuArrayRef as Wrapper
-
-    before, gates = Wrapper.can_stack_allocate_buffer, [threading.Event() for _ in range(3)]
-
-    def first():
-        with results_on_heap():
-            gates[0].set()
-            gates[1].wait(10)
-        gates[2].set()
-
-    def second():
-        gates[0].wait(10)
-        with results_on_heap():
-            gates[1].set()
-            gates[2].wait(10)
-            assert Wrapper.can_stack_allocate_buffer is not before
-
-    threads = [threading.Thread(target=run) for run in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert Wrapper.can_stack_allocate_buffer is before

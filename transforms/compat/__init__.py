@@ -131,7 +131,6 @@ from remat.transforms.compat.cpu import (
     compiled_for_cpu,  # a graph compiled by Inductor for the CPU, without AOTAutograd around it
     fits_cpu,  # whether a graph and its inputs can be compiled so
     options_of,  # the options of a compiler that is Inductor
-    transposes_given,  # which inputs a block wants transposed
 )
 from remat.transforms.compat.distributed import (
     fake_mesh,  # a device mesh on torch's fake process group

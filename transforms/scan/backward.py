@@ -23,7 +23,7 @@ from remat.transforms.compat import (
 from remat.transforms.errors import RematError, written
 from remat.transforms.ops import storage, tensors_in, traits
 from remat.transforms.scan.body import version
-from remat.transforms.scan.compiled import MOST, Sums, UnrolledStep, dense
+from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
 from remat.transforms.scan.instructions import with_notice
 from remat.transforms.scan.spec import (
     Coming,
@@ -235,15 +235,14 @@ class _Backward:
         given = dense([ct for ct in self.y_cts if ct is not None])
         rows, y_rows = list(self._rows(self.xs, start, stop)), list(self._rows(given, start, stop))
         y_cts: list[Any] = [None] * len(self.y_cts)
-        sums, found = Sums(self.consts, self.const_grads), []
+        found = []
         while rows:
             carry, tape = next(supply)
             for i, ct in zip(at, y_rows.pop(), strict=True):
                 y_cts[i] = ct
             cts = self.carry_cts, y_cts
-            self.carry_cts, by_x = blocks.pull(carry, rows.pop(), tape, cts, self.needs, sums)
+            self.carry_cts, by_x = blocks.pull(carry, rows.pop(), tape, cts, self.needs, self.const_grads)
             found.append(by_x)
-        self.const_grads = sums.result()
         for i in range(len(self.xs)):
             parts = [by_x[i] for by_x in found]
             # They are as large as all rows together: gone before the next tensor of xs has its rows.

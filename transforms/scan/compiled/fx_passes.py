@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,9 +20,7 @@ from remat.transforms.compiled import (
 from remat.transforms.ops import traits
 
 aten = torch.ops.aten
-_FACTORS = "remat_factors"
 _ALIASES = (aten.detach.default, aten.alias.default)
-_TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
 
 
 def results(module: torch.fx.GraphModule) -> list[Node]:
@@ -146,85 +143,6 @@ def _dear(graph: torch.fx.Graph) -> dict[Node, Any]:
 def _is_read(node: Node, dear: dict[Node, Any]) -> bool:
     """Whether others than constants read a value, or a view of it."""
     return any(user not in dear or (is_view(user) and _is_read(user, dear)) for user in node.users)
-
-
-def products_joined(module: torch.fx.GraphModule) -> None:
-    """Write a sum of matrix products as one product: a_1 b_1 + a_2 b_2 = [a_1 a_2] [b_1; b_2].
-
-    A weight's gradient is such a sum, over the steps of a block.
-    """
-    graph: Any = module.graph
-    for node in reversed(list(graph.nodes)):
-        if not _adds(node) or any(_adds(user) for user in node.users):
-            continue
-        terms = list(_terms(node))
-        products: list[Any] = [t for t in terms if t.target is aten.mm.default and len(t.users) == 1]
-        if len(products) < 2:
-            continue
-        with graph.inserting_before(node):
-            left = _beside([t.args[0] for t in products], graph)
-            right = graph.call_function(aten.cat.default, ([t.args[1] for t in products], 0))
-            total = graph.call_function(aten.mm.default, (left, right))
-            for term in terms:
-                if term not in products:
-                    total = graph.call_function(aten.add.Tensor, (total, term))
-        total.meta = dict(node.meta)
-        if len(products) == len(terms) and left.target is aten.permute.default:
-            rows, value = sum(t.args[1].meta["val"].shape[0] for t in products), node.meta["val"]
-            total.meta[_FACTORS] = [value.new_empty(rows, size) for size in value.shape]
-        node.replace_all_uses_with(total)
-    _clean(module)
-
-
-def factors_given(module: torch.fx.GraphModule, count: int) -> list[int]:
-    """Of the first `count` results, let those that are joined products a^T b be given as a, b at the end.
-
-    Says which. Many blocks' factors are then multiplied at once, and a block is left with small ops alone.
-    """
-    outs: list[Any] = results(module)
-    given: list[int] = []
-    factors: list[Any] = []
-    for i, out in enumerate(outs[:count]):
-        if _FACTORS in out.meta:
-            given.append(i)
-            left, right = out.args
-            pair = left.args[0], right
-            for factor, value in zip(pair, out.meta[_FACTORS], strict=True):
-                factor.meta["val"] = value
-            factors += pair
-    kept = [out for i, out in enumerate(outs) if i not in given]
-    module.graph.output_node().args = ([*kept, *factors],)
-    _clean(module)
-    return given
-
-
-def _adds(node: Node) -> bool:
-    """Whether a node is the sum of two tensors of its own shape and dtype."""
-    if node.target is not aten.add.Tensor or node.kwargs or "val" not in node.meta:
-        return False
-    value = node.meta["val"]
-    return all(
-        isinstance(a, Node) and (a.meta["val"].shape, a.meta["val"].dtype) == (value.shape, value.dtype)
-        for a in node.args
-    )
-
-
-def _terms(node: Node) -> Iterator[Node]:
-    for term in node.args:
-        assert isinstance(term, Node)
-        if _adds(term) and len(term.users) == 1:
-            yield from _terms(term)
-        else:
-            yield term
-
-
-def _beside(factors: list[Any], graph: Any) -> Node:
-    """[a_1 a_2 ...]; of transposed factors the transpose of those stacked, whose rows lie in memory as they
-    are."""
-    if all(f.target in _TRANSPOSES for f in factors):
-        stacked = graph.call_function(aten.cat.default, ([f.args[0] for f in factors], 0))
-        return graph.call_function(aten.permute.default, (stacked, [1, 0]))
-    return graph.call_function(aten.cat.default, (factors, 1))
 
 
 def added_to_inputs(module: torch.fx.GraphModule, count: int) -> None:

@@ -25,7 +25,6 @@ from remat.transforms.compat import (
     outside_all_modes,
     stands_on,
     traced_functionally,
-    transposes_given,
 )
 from remat.transforms.context import scoped
 from remat.transforms.scan.compiled.fx_passes import (
@@ -33,20 +32,16 @@ from remat.transforms.scan.compiled.fx_passes import (
     added_to_inputs,
     aliases_dropped,
     constants_once,
-    factors_given,
     only_rows_viewed,
-    products_joined,
     put_in_place,
     results,
 )
 from remat.transforms.scan.compiled.kept import keep_of
-from remat.transforms.scan.compiled.sums import Sums
 from remat.transforms.scan.spec import Leaves, Step, Tensors
 from remat.transforms.scan.vjp import pull
 
 Columns = list[list[torch.Tensor]]
-# What is compiled, and the consts whose transposes it takes after all else.
-Made = tuple[Callable[..., Any], list[int]]
+Compiled = Callable[..., Any]
 
 # Blocks whose rows are looked up at a time.
 MOST = 256
@@ -74,13 +69,12 @@ class UnrolledStep:
     made: dict[Any, Any] = field(default_factory=dict)
 
     consts: list[torch.Tensor] = field(default_factory=list)
-    # Of these consts: what to call, so that it is looked up once a run; transposes that several calls read.
+    # Of these consts: what to call, so that it is looked up once a run.
     _found: dict[Any, Any] = field(default_factory=dict)
-    _transposed: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def at(self, consts: Tensors) -> UnrolledStep:
         """The same for one run of the scan, whose blocks all read these consts and are all of one shape."""
-        return replace(self, consts=[t.detach() for t in consts], _found={}, _transposed={})
+        return replace(self, consts=[t.detach() for t in consts], _found={})
 
     # -- calls ---------------------------------------------------------------------------------------------
 
@@ -94,9 +88,9 @@ class UnrolledStep:
             values, b = [*self.consts, *carry, *xs], len(carry)
             made = self._lookup(("run", tape), values, lambda: self._made_run(values, b, tape))
             count = b + (len(self._wanted(self.consts, carry, xs)) if tape else 0)
-            found = self._found[tape] = *self._ready(made), b, count
-        call, more, b, count = found
-        outs = call(*self.consts, *carry, *xs, *more)
+            found = self._found[tape] = made, b, count
+        call, b, count = found
+        outs = call(*self.consts, *carry, *xs)
         return [t.select(0, -1) for t in outs[:b]], outs[count:], outs[:count]
 
     def pull(
@@ -106,10 +100,10 @@ class UnrolledStep:
         tape: Sequence[torch.Tensor] | None,
         cts: tuple[Any, Any],
         needs: tuple[Any, Any],
-        sums: Sums,
+        sums: list[torch.Tensor | None],
     ) -> tuple[Any, Any]:
-        """Gradients of the carry and of the rows of xs, those of the consts added to `sums`; carry and `xs`
-        are dense. `cts`: of the carry, of the ys.
+        """Gradients of the carry and of the rows of xs, those of the consts added to `sums` (None is zero);
+        carry and `xs` are dense. `cts`: of the carry, of the ys.
 
         Without a tape the steps are evaluated again on the way.
         """
@@ -121,16 +115,14 @@ class UnrolledStep:
         if found is None:
             full = "pull", *key, len(cts[0]), tuple(needs[0]), tuple(needs[1])
             sizes = len(carry), len(xs), len(tape or ())
-            made, *where = self._lookup(full, values, lambda: self._made_pull(values, *sizes, cts, needs))
-            found = self._found[key] = *self._ready(made), *where
-        call, more, added, here, factored = found
-        before = [sums.of(i) for i in added]
-        outs = call(*values, *before, *more)
+            found = self._lookup(full, values, lambda: self._made_pull(values, *sizes, cts, needs))
+            self._found[key] = found
+        call, added, here = found
+        before = [_sum_so_far(sums[i], self.consts[i]) for i in added]
+        outs = call(*values, *before)
         count = len(before)
         for i, total in zip(added, outs, strict=False):
-            sums.found[i] = total
-        if factored:
-            sums.later(factored, outs[len(outs) - 2 * len(factored) :])
+            sums[i] = total
         flat = [None if at is None else outs[count + at] for at in here]
         b = len(carry)
         return flat[:b], flat[b:]
@@ -160,7 +152,7 @@ class UnrolledStep:
 
     # -- what is compiled ----------------------------------------------------------------------------------
 
-    def _made_run(self, values: list[torch.Tensor], b: int, tape: bool) -> Made:
+    def _made_run(self, values: list[torch.Tensor], b: int, tape: bool) -> Compiled:
         a = len(self.consts)
         wanted = self._wanted(values[:a], values[a : a + b], values[a + b :]) if tape else []
 
@@ -178,19 +170,16 @@ class UnrolledStep:
 
     def _made_pull(
         self, values: list[torch.Tensor], b: int, c: int, tapes: int, cts: Any, needs: tuple[Any, Any]
-    ) -> tuple[Made, list[int], list[int | None], list[int]]:
-        """What pulls back, the consts whose gradients it adds up, where the others' gradients are, and the
-        consts of whose gradients it gives factors."""
+    ) -> tuple[Compiled, list[int], list[int | None]]:
+        """What pulls back, the consts whose gradients it adds up, where the others' gradients are."""
         a = len(self.consts)
         wanted = self._wanted(values[:a], values[a : a + b], values[a + b : a + b + c]) if tapes > b else []
         graph, here, _ = self._pulling(values, a, b, c, tapes, cts, needs, wanted)
-        consts = [i for i in range(a) if here[i]]
-        factored = [consts[i] for i in factors_given(graph, len(consts))]
-        added = [i for i in consts if i not in factored]
+        added = [i for i in range(a) if here[i]]
         added_to_inputs(graph, len(added))
         rest = itertools.count()
         made = self._compiled(graph, range(a + b + c, len(values) - tapes))
-        return made, added, [next(rest) if yes else None for yes in here[a:]], factored
+        return made, added, [next(rest) if yes else None for yes in here[a:]]
 
     def _pulling(
         self,
@@ -240,7 +229,6 @@ class UnrolledStep:
         graph = _traced(gradient, values, self.compiler)
         only_rows_viewed(graph)
         reads = put_in_place(graph, self.size * tapes, tapes)
-        products_joined(graph)
         return graph, tuple(found), reads
 
     def _step(
@@ -312,28 +300,18 @@ class UnrolledStep:
             found.append(None if zero is None else torch.stack([zero if g is None else g for g in column]))
         return found
 
-    def _compiled(self, graph: torch.fx.GraphModule, cotangents: range = range(0)) -> Made:
+    def _compiled(self, graph: torch.fx.GraphModule, cotangents: range = range(0)) -> Compiled:
         if not results(graph):
-            return (lambda *_: ()), []
+            return lambda *_: ()
         inputs = [_empty(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")]
         options = options_of(self.compiler)
         if options is None or not fits_cpu(graph, inputs):
             if options is not None or stands_on(self.compiler):  # others copy what is fenced
                 activations_first(graph, cotangents)
                 constants_once(graph)
-            return compiled_bare(self.compiler, graph, inputs), []
+            return compiled_bare(self.compiler, graph, inputs)
         aliases_dropped(graph)
-        given = transposes_given(graph, len(self.consts))
-        inputs += [_empty(inputs[i].t().contiguous()) for i in given]
-        return compiled_for_cpu(graph, inputs, options), given
-
-    def _ready(self, made: Made) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-        """What is compiled, and the transposes that it takes."""
-        call, given = made
-        for i in given:
-            if i not in self._transposed:
-                self._transposed[i] = self.consts[i].t().contiguous()
-        return call, [self._transposed[i] for i in given]
+        return compiled_for_cpu(graph, inputs, options)
 
 
 def _traced(
@@ -354,6 +332,12 @@ def _empty(t: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
 def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Alike in every block: compiled code is for certain strides, and rows of a tensor are contiguous."""
     return [t.detach().contiguous() for t in tensors]
+
+
+def _sum_so_far(total: torch.Tensor | None, const: torch.Tensor) -> torch.Tensor:
+    if total is None:
+        return torch.zeros(const.shape, dtype=const.dtype, device=const.device)
+    return total.contiguous()
 
 
 def _signature(values: Sequence[torch.Tensor], device: torch.device | None) -> Any:
