@@ -349,17 +349,20 @@ class Decisions:
         """`tape`: what has run already; its verdicts say what is kept."""
         self.levels: dict[int, int] = {}
         for at, node in enumerate(tape.nodes if tape is not None else ()):
-            self.meets(at, node, traits(node.op), read_by(node, tape), bool(node.verdict))
+            given = (tape.meta_of(number)[0].numel() for number in node.reads())
+            self.meets(at, node, traits(node.op), read_by(node, tape), bool(node.verdict), given)
 
-    def meets(self, at: int, node: Any, facts: Traits, read: Iterable[int], kept: bool) -> bool:
+    def meets(
+        self, at: int, node: Any, facts: Traits, read: Iterable[int], kept: bool, given: Iterable[int]
+    ) -> bool:
         """Whether op `at` decides; `read`: ops whose results it reads, and -1 for floats from outside;
-        `kept`: whether its result is kept in any case."""
+        `kept`: whether its result is kept in any case; `given`: how many elements its operands have."""
         levels = self.levels
         level = max([GIVEN if i < 0 else levels.get(i, FIXED) for i in read], default=FIXED)
         if level == FIXED:
             return False
         discrete = [meta for meta in metas(node.outs) if not _is_inexact(meta)]
-        decides = level == COMPUTED and not kept and _decides(node, facts, discrete)
+        decides = level == COMPUTED and not kept and _decides(node, facts, discrete, given)
         levels[at] = _after(level, node, facts, discrete, kept or decides)
         return decides
 
@@ -377,7 +380,7 @@ def _after(level: int, node: Any, facts: Traits, discrete: list[Meta], kept: boo
     return COMPUTED
 
 
-def _decides(node: Any, facts: Traits, discrete: list[Meta]) -> bool:
+def _decides(node: Any, facts: Traits, discrete: list[Meta], given: Iterable[int]) -> bool:
     if facts.view or (facts.writes and facts.conditional is None) or node.optional:
         return False
     made = metas(node.outs)
@@ -388,9 +391,17 @@ def _decides(node: Any, facts: Traits, discrete: list[Meta]) -> bool:
         return bool(discrete) or _basename(node.op) in _STEPS
     if facts.random or not isinstance(node.op, OpOverload) or _basename(node.op).startswith(_TAKING):
         return False
-    # Of fused attention the state of the generator, say, is no reason to keep the whole.
-    most = max([meta[0].numel() for meta in made if _is_inexact(meta)], default=0)
-    return any(meta[0].numel() >= most for meta in discrete)
+    if not discrete:
+        return False
+    # Of fused attention the state of the generator, say, is no reason to keep the whole. Nor is the workspace
+    # of a kernel (oneDNN's LSTM), which is larger than all it reads and makes, or bytes of a size of their own.
+    beside = [meta[0].numel() for meta in made if _is_inexact(meta)]
+    sizes = {*beside, *given}
+    least, most = max(beside, default=0), max(sizes, default=0)
+    return any(
+        least <= (count := meta[0].numel()) <= most and (meta[2] is not torch.uint8 or count in sizes)
+        for meta in discrete
+    )
 
 
 def _is_inexact(meta: Meta) -> bool:

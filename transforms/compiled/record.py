@@ -165,7 +165,8 @@ class GraphRecord(Verdicts):
             self.judge(at, self.selector.decide(at, node, args, kwargs, out), out)
         if self.decisions is not None:
             read = [source for t in tensors_in((*args, *kwargs.values())) for source in self._sources(t)]
-            if self.decisions.meets(at, node, facts, read, at in self.kept):
+            given = (t.numel() for t in tensors_in((args, kwargs)))
+            if self.decisions.meets(at, node, facts, read, at in self.kept, given):
                 self.judge(at, SAVE, out)
         if at in self.kept:
             self.offer_around({at: self.kept[at]})

@@ -194,7 +194,8 @@ class Joint:
             node.outs = tuple([Meta((torch.Size(v.shape), v.stride, v.dtype, v.device)) for v in made])
             read = [self.values[v] for v in op.reads]
             sources = [v.producer for v in read if v.producer >= 0 or v.dtype.is_floating_point]
-            if follow.meets(at, node, traits(op.target), sources, kept=False):
+            given = (torch.Size(v.shape).numel() for v in read)
+            if follow.meets(at, node, traits(op.target), sources, False, given):
                 found.add(at)
         return frozenset(found)
 

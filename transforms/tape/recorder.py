@@ -257,7 +257,9 @@ class Recorder(WriteWatch):
         if facts.name in OWN_DRAWS and facts.native:
             self.keep_own_draws(at, facts, args, out)
         if self.decisions is not None:
-            decides = self.decisions.meets(at, node, facts, read_by(node, self.tape), bool(node.verdict))
+            given = (t.numel() for t in tensors_in((args, kwargs)))
+            read = read_by(node, self.tape)
+            decides = self.decisions.meets(at, node, facts, read, bool(node.verdict), given)
             if decides and not active.unasked:
                 self.tape.decided.add(at)
                 self.judge(at, SAVE, out)
