@@ -168,6 +168,12 @@ from remat.transforms.compat.fx import (
 from remat.transforms.compat.gathered import (
     nothing_gathered,  # within, wrappers of modules gather nothing: tensors made there stand for parameters
 )
+from remat.transforms.compat.generators import (
+    CompactState,  # the state of a CPU generator, told by an earlier one
+    has_drawn,  # after an op: how many numbers a generator has drawn
+    set_state,  # let a generator have a state that `state_of` gave
+    state_of,  # the state of a generator, small within a run of small draws
+)
 from remat.transforms.compat.graph import (
     is_stale,  # whether a tensor is left from an earlier step, and its graph or its vmap is gone
     listed,  # what such a slot holds: a saved tensor, or several

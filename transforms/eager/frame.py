@@ -183,6 +183,8 @@ class Frame(Packer):
             drop(self)
             raise
         self.recorder = None
+        if self.rerun is None:
+            inputs.random = None
         if recorder.selector:
             recorder.selector.finished(self.tape)
         return out

@@ -19,7 +19,7 @@ from remat.transforms.offload import held_tensors
 from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import flatten, split
 from remat.transforms.sharded import local_tensors, placements_of
-from remat.transforms.state import Print, prints_of
+from remat.transforms.state import Print, held_states, prints_of
 from remat.transforms.tape import (
     Held,
     Kept,
@@ -232,6 +232,8 @@ def report_frame(frame: Any, recorder: Recorder) -> None:
     for snapshot in frame.snapshots.values():
         for tensor in snapshot.tensors():
             report(Kept("captured", tensor, name, -1))
+    for tensor in quiet(held_states, frame.random.values()):
+        report(Kept("random", tensor, name, -1))
 
 
 def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:

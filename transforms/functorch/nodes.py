@@ -35,7 +35,7 @@ from remat.transforms.compat import (
     unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.context import active, inside, ranks_met
+from remat.transforms.context import active, inside, quiet, ranks_met
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.functorch.primitive import (
     Carried,
@@ -55,7 +55,7 @@ from remat.transforms.functorch.rules import hollow_operand, plain_duals, rewrap
 from remat.transforms.offload import held_tensors
 from remat.transforms.ops import storage
 from remat.transforms.region import compare_pulled
-from remat.transforms.state import RandomState, noting
+from remat.transforms.state import RandomState, held_states, noting
 from remat.transforms.tape import (
     Kept,
     Reachability,
@@ -409,6 +409,8 @@ def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
         for tensor, away in held_tensors(value):
             why = "decision" if at in recorded.tape.decided else "policy"
             report(Kept(why, tensor, name, at, node.op, node.name, away))
+    for tensor in quiet(held_states, recorded.draws.values()):
+        report(Kept("random", tensor, name, -1))
 
 
 def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:

@@ -275,8 +275,13 @@ def now(before: RandomState) -> RandomState:
     """The generators' state: `before` itself where nothing was drawn since, so that steps share one copy."""
     now = before.again()
     # Real tensors, also where a plan is made on fake ones.
-    with unseen(now.cpu) if modes_active() else contextlib.nullcontext(), functions_as_they_are():
-        same = torch.equal(now.cpu, before.cpu) and all(
+    if isinstance(now.cpu, torch.Tensor):
+        with unseen(now.cpu) if modes_active() else contextlib.nullcontext(), functions_as_they_are():
+            same = torch.equal(now.cpu, before.cpu)
+    else:
+        same = now.cpu == before.cpu
+    with functions_as_they_are():
+        same = same and all(
             torch.equal(a, b) for (_, a), (_, b) in zip(now.devices, before.devices, strict=True)
         )
     return before if same else now

@@ -12,17 +12,21 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.compat import (
+    CompactState,
     DeviceContext,
     autocasting,
     function_mode_at,
     function_modes,
     function_stack,
     functions_as_they_are,
+    has_drawn,
     in_transform,
     is_legacy_batched,
     modes_active,
     outside_all_modes,
     outside_batched_grads,
+    set_state,
+    state_of,
     switches,
     traced_as_it_runs,
     unwrapped,
@@ -30,6 +34,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.objects import is_tensor
+from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import smooth
 
 _READERS = tuple(read for read, _ in switches)
@@ -181,7 +186,10 @@ def first_draw(call: Callable[..., Any], native: bool, args: Any, kwargs: Any) -
     with _drawing if native else _NOTHING:
         state = quiet(GeneratorState, args, kwargs)
         state.native = native
-        return state, call(*args, **kwargs)
+        out = call(*args, **kwargs)
+        if type(state.state) is CompactState:
+            has_drawn(state.generator, sum([t.numel() for t in tensors_in(out)]))
+        return state, out
 
 
 class GeneratorState:
@@ -198,14 +206,14 @@ class GeneratorState:
 
     def _read(self) -> torch.Tensor:
         if self.generator is not None:
-            return self.generator.get_state()
+            return state_of(self.generator)
         return getattr(torch, self.device.type).get_rng_state(self.device)
 
     def restore(self, generator: torch.Generator | None = None) -> None:
         generator = generator or self.generator
         with _drawing:
             if generator is not None:
-                generator.set_state(self.state)
+                set_state(generator, self.state)
             else:
                 getattr(torch, self.device.type).set_rng_state(self.state, self.device)
 
@@ -222,6 +230,18 @@ class GeneratorState:
         made.generator, made.device = self.generator, self.device
         made.state, made.native = made._read(), True
         return made
+
+
+def held_states(states: Iterable[GeneratorState]) -> list[torch.Tensor]:
+    """What generator states take, for reports: those in full, and one tensor of the size of what the others
+    have of their own."""
+    held, small = dict[int, torch.Tensor](), 0
+    with outside_all_modes():
+        for state in [one.state for one in states]:
+            tensors, own = state.takes() if isinstance(state, CompactState) else ([state], 0)
+            held.update({id(tensor): tensor for tensor in tensors})
+            small += own
+        return [*held.values(), *([torch.empty(small, dtype=torch.uint8)] if small else [])]
 
 
 def refuse_traced_draws(region: str) -> None:
@@ -277,8 +297,8 @@ class RandomState:
     def __init__(
         self, tensors: Sequence[torch.Tensor], kinds: tuple[str, ...] | None = None, own: Sequence[Any] = ()
     ) -> None:
-        self.cpu = torch.default_generator.get_state()
-        self.own = [(x, x.get_state()) for x in own if issubclass(type(x), torch.Generator)] if own else ()
+        self.cpu = state_of(torch.default_generator)
+        self.own = [(x, state_of(x)) for x in own if issubclass(type(x), torch.Generator)] if own else ()
         self.devices: Sequence[tuple[torch.device, torch.Tensor]] = ()
         if (kinds or device_kinds(tensors)) != _ONLY_CPU:
             found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
@@ -286,17 +306,17 @@ class RandomState:
 
     def restore(self) -> None:
         with _drawing:
-            torch.default_generator.set_state(self.cpu)
+            set_state(torch.default_generator, self.cpu)
             for device, state in self.devices:
                 getattr(torch, device.type).set_rng_state(state, device)
             for generator, state in self.own:
-                generator.set_state(state)
+                set_state(generator, state)
 
     def again(self) -> RandomState:
         """The present state of the same generators."""
         new = RandomState.__new__(RandomState)
-        new.cpu = torch.default_generator.get_state()
-        new.own = [(x, x.get_state()) for x, _ in self.own] if self.own else ()
+        new.cpu = state_of(torch.default_generator)
+        new.own = [(x, state_of(x)) for x, _ in self.own] if self.own else ()
         new.devices = self.devices and [(d, getattr(torch, d.type).get_rng_state(d)) for d, _ in self.devices]
         return new
 
