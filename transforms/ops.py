@@ -47,6 +47,11 @@ _HIDDEN_WRITES = {
 }
 # Kernels that look at whether an operand requires grad, and leave out what a backward needs where none does.
 _ASKS_GRAD = {_aten._sparse_mm_reduce_impl.default}
+# These write all of what they are given, and do not read it.
+_FILLS = frozenset(
+    "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ "
+    "_foreach_copy_ _foreach_zero_ _foreach_fill_".split()
+)
 # Autograd saves what these write into before they do, and reads it as they left it.
 _SAVES_UNWRITTEN = {_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default}
 
@@ -60,7 +65,8 @@ class Traits:
     decide the shape of its result, or could. `collective`: other processes take part in it, in ways that no
     op tells; `functional`: they do, and it is an op like any other; `outside`: it acts on them, or on the
     user's screen or program. `asks_grad`: on operands without gradients it computes
-    less. `saves_unwritten`: autograd saves an operand that it then writes into.
+    less. `saves_unwritten`: autograd saves an operand that it then writes into. `fills`: it writes all of its
+    first operand, or of the tensors in it, and does not read that.
     """
 
     def __init__(self, op: Any) -> None:
@@ -79,6 +85,7 @@ class Traits:
         self.changes_shape = torch.Tag.inplace_view in getattr(op, "tags", ())
         self.looked_at = self.changes_shape or op is torch.ops.aten._efficientzerotensor.default
         self.name, self.native = _basename(op), getattr(op, "namespace", "") == "aten"
+        self.fills = self.native and self.name in _FILLS
         name, ours = self.name, self.native
         # By their names, which mean something among torch's own ops only.
         self.shape_only = ours and (name.endswith("_like") or name.startswith("new_"))

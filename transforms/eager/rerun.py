@@ -44,7 +44,7 @@ class Rerun:
         prints: those of the forward's results, where ops cannot be compared.
     """
 
-    __slots__ = ("absent", "count", "frame", "needs", "prints", "replay", "values")
+    __slots__ = ("absent", "count", "frame", "lent", "needs", "prints", "replay", "values")
 
     def __init__(self, needs: Needs, absent: Any, prints: list[Print] | None) -> None:
         self.needs, self.absent, self.prints = needs, absent, prints
@@ -53,6 +53,7 @@ class Rerun:
         self.count = -1  # how many values the run under way has saved
         self.values: dict[int, torch.Tensor] = {}
         self.replay: Replay | None = None
+        self.lent: set[int] = set()  # memories that hold what they held before for this run only
 
     @property
     def complete(self) -> bool:
@@ -87,6 +88,8 @@ class Rerun:
         bound = not frame.tape.sharded
         stored = Bindings(reached(frame.region.function), states=True, bound=bound)
         self.values, self.count = {}, 0
+        again = [*frame.raw, *(self._written() if frame.tape.loose and not self._fetches else ())]
+        self.lent = {storage(tensor) for tensor, _ in again}
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(scoped(again=Again(inputs.lessons)))
@@ -205,6 +208,8 @@ class Rerun:
         # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
         with unseen(tensor):
             alias = tensor.detach()
+        if self.lent and storage(tensor) in self.lent:
+            alias = quiet(alias.clone)
         self._check(at, alias)
         if at not in self.frame.dead and at not in self.frame.hollow:
             self.values[at] = alias

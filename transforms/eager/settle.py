@@ -146,6 +146,10 @@ def _prefers_residuals(frame: Any, recorder: Recorder, held: set[int]) -> bool:
     residuals, program = frame.residuals, frame.program
     if residuals is None or not any(step.call for step in program.steps):
         return False
+    # What lies in memory that the region writes to is another value by the next call.
+    tape = frame.tape
+    if recorder.snapshots and any(tape.root_of(number) in recorder.snapshots for number, _ in tape.packed):
+        return False
     needed = [recorder.outside[at] for at in held]
     residuals.leave(frame.hollow)
     return residuals.count() < bytes_of([*needed, *tensors_in(list(frame.kept.values()))])

@@ -301,7 +301,7 @@ class GuardMode(Recorder):
         node, parent = self.tape.nodes[at], self.parent
         for root in node.written:
             if root < 0 and root not in self.snapshots:
-                self._snapshot(root)
+                self._snapshot(root, traits(node.op), args)
         if node.overwrites:
             self._copy_kept(node.overwrites)
         around = -1 if parent is None else parent.position

@@ -158,14 +158,21 @@ def handed_out(kept: Any, copied: bool) -> Any:
 
 
 class Snapshot:
-    """A copy of the memory of a tensor: all of it, so that every view of it can be had again."""
+    """A copy of the memory of a tensor: all of it, so that every view of it can be had again.
 
-    __slots__ = ("layout", "memory", "tensor", "version")
+    `unread`: it is about to be written over as a whole, and nothing has read it. Then only its size is noted.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    __slots__ = ("layout", "memory", "size", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, unread: bool = False) -> None:
         self.version, self.layout = version_of(tensor), None
+        self.size: tuple[int, torch.device] | None = None
         memory = memory_of(tensor) if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
-        if memory is None or tensor.is_meta or not memory_is_real():
+        if unread and memory is not None:
+            self.memory, self.tensor, self.size = None, None, (memory.nbytes(), memory.device)
+            self.layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        elif memory is None or tensor.is_meta or not memory_is_real():
             self.memory, self.tensor = None, tensor.detach().clone()
         else:
             self.memory, self.tensor = memory.clone(), None
@@ -174,18 +181,26 @@ class Snapshot:
     def copy(self) -> Snapshot:
         """Another one, to be written to."""
         made = Snapshot.__new__(Snapshot)
-        made.version, made.layout = self.version, self.layout
-        made.memory = None if self.memory is None else self.memory.clone()
+        made.version, made.layout, made.size = self.version, self.layout, None
+        made.memory = self._empty() if self.memory is None else self.memory.clone()
         made.tensor = None if self.tensor is None else self.tensor.clone()
         return made
+
+    def _empty(self) -> torch.UntypedStorage | None:
+        """Memory of the size, where that is all that is known."""
+        return None if self.size is None else torch.UntypedStorage(self.size[0], device=self.size[1])
 
     @property
     def place(self) -> Any:
         """The memory of the copy."""
+        if self.size is not None:
+            return self._empty()
         return self.memory if self.tensor is None else memory_of(self.tensor)
 
     def differs(self, tensor: torch.Tensor) -> bool:
         """Whether something else lies in the memory of `tensor` now."""
+        if self.size is not None:
+            return True
         memory = memory_of(tensor)
         if self.memory is None or memory is None or memory.nbytes() != self.memory.nbytes():
             return False
@@ -193,6 +208,8 @@ class Snapshot:
 
     def put_back(self, tensor: torch.Tensor) -> None:
         """Let the memory of `tensor` hold what it held."""
+        if self.size is not None:
+            return
         memory = memory_of(tensor)
         if memory is None or self.memory is None:
             tensor.detach().copy_(self.view(tensor))
@@ -201,6 +218,8 @@ class Snapshot:
 
     def undo(self, tensor: torch.Tensor) -> None:
         """The same by an op, which regions around count as one of theirs: the memory is written to again."""
+        if self.size is not None:
+            return
         memory, whole = memory_of(tensor), quiet(tensor.detach)
         if memory is not None and self.memory is not None:
             size = memory.nbytes() // tensor.element_size()

@@ -14,7 +14,7 @@ from remat.transforms.compat import below_levels, data_of, memory_is_real, set_d
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError, user_line
 from remat.transforms.offload import Elsewhere, away_in, send
-from remat.transforms.ops import Traits, is_hollow, memory_of, metas, targets, tensors_in
+from remat.transforms.ops import Traits, is_hollow, memory_of, metas, targets, tensors_in, traits
 from remat.transforms.placeholders import Meta
 from remat.transforms.sharded import local_tensors, placements_of
 from remat.transforms.state import GeneratorState
@@ -223,7 +223,7 @@ class WriteWatch(Verdicts):
             elif facts.only_shape and -1 - root < self.tape.arguments:
                 raise RematError(self._refusal(func, tensor))
             elif root not in self.snapshots:
-                self._snapshot(root)
+                self._snapshot(root, facts, args)
 
     def _differentiated(self, root: int) -> list[int]:
         """The arguments in this memory that have a derivative, which a write would change."""
@@ -239,9 +239,26 @@ class WriteWatch(Verdicts):
             return ()
         return targets(facts, args, kwargs)
 
-    def _snapshot(self, root: int) -> None:
+    def _snapshot(self, root: int, facts: Traits, args: Any) -> None:
         """Hold memory from outside as it is before the region writes to it, for the recomputation."""
-        self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root])
+        self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root], self._is_unread(root, facts, args))
+
+    def _is_unread(self, root: int, facts: Traits, args: Any) -> bool:
+        """Whether a memory from outside is about to be written over as a whole, and nobody has read it."""
+        if not facts.fills or root in self.shown or root in self.sizes:
+            return False
+        written = [t for t in tensors_in(args[0]) if self.root(t) == root]
+        if len(written) != 1 or any(self.root(t) == root for t in tensors_in(args[1:])):
+            return False
+        memory = memory_of(tensor := written[0])
+        if memory is None or tensor.nbytes != memory.nbytes() or not tensor.is_contiguous():
+            return False
+        tape = self.tape
+        so_far = itertools.islice(tape.nodes, self.position)
+        return all(
+            traits(node.op).view or all(tape.root_of(number) != root for number in node.reads())
+            for node in so_far
+        )
 
     def freed(self) -> dict[int, Freed]:
         """Memories from outside that user code frees or fills while the function runs, as offloaders do with
