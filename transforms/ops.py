@@ -355,8 +355,10 @@ class Decisions:
     def __init__(self, tape: Any = None) -> None:
         """`tape`: what has run already; its verdicts say what is kept."""
         self.levels: dict[int, int] = {}
-        for at, node in enumerate(tape.nodes if tape is not None else ()):
-            given = (tape.meta_of(number)[0].numel() for number in node.reads())
+        if tape is None:
+            return
+        for at, node in enumerate(tape.nodes):
+            given = [tape.meta_of(number)[0].numel() for number in node.reads()]
             self.meets(at, node, traits(node.op), read_by(node, tape), bool(node.verdict), given)
 
     def meets(
@@ -401,7 +403,7 @@ def _decides(node: Any, facts: Traits, discrete: list[Meta], given: Iterable[int
     if not discrete:
         return False
     # Of fused attention the state of the generator, say, is no reason to keep the whole. Nor is the workspace
-    # of a kernel (oneDNN's LSTM), which is larger than all it reads and makes, or bytes of a size of their own.
+    # of a kernel (oneDNN's LSTM): larger than all it reads and makes, or bytes of a size of their own.
     beside = [meta[0].numel() for meta in made if _is_inexact(meta)]
     sizes = {*beside, *given}
     least, most = max(beside, default=0), max(sizes, default=0)

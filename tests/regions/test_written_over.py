@@ -1,4 +1,4 @@
-"""Captured buffers that a region writes to: copied before, unless all of it is written and nothing was read."""
+"""Captured buffers that a region writes to: copied before, unless all is written and nothing was read."""
 
 import pytest
 import torch

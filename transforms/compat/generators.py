@@ -31,7 +31,7 @@ _lock = threading.RLock()
 
 
 class Start:
-    """A state in full, from which a run of draws goes on. `seed`: that of a generator that was just seeded."""
+    """A state in full, from which a run of draws goes on. `seed`: of a generator that was just seeded."""
 
     __slots__ = ("__weakref__", "_shown", "seed", "words")
 
@@ -146,7 +146,7 @@ def _reaches(cursor: Cursor, words: bytes) -> bool:
 def _words_of(state: CompactState) -> bytes:
     if not _again or _again[0].start() is not state.start or _again[0].turns > state.turns:
         start = state.start
-        words = start.words or _read(torch.Generator().manual_seed(start.seed).get_state())[_FIRST:_END]
+        words = start.words or _read(torch.Generator().manual_seed(start.seed or 0).get_state())[_FIRST:_END]
         _again[:] = [Cursor(start, words)]
     cursor = _again[0]
     while cursor.turns < state.turns:

@@ -52,7 +52,6 @@ from remat.transforms.eager.saved import (
 )
 from remat.transforms.eager.settle import (
     broken_off,
-    computed,
     drop,
     early_value,
     hold_kept,
@@ -101,6 +100,7 @@ class Frame(Packer):
         versions: of those that were written to while they were made.
         taken: the ops whose kept results those may lie in.
         whole: whether all that autograd saves is held.
+        early: saved values of a function that differentiates, by their handles, while it runs.
         read, later: what a pass that kept its graph has read, and what passes after such a one read again.
     """
 
@@ -109,6 +109,7 @@ class Frame(Packer):
     read: frozenset[int] | None = None
     later: Any = frozenset()
     whole = False
+    early: Any = None
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.region, self.inner = inputs, inputs.region, 0
@@ -173,10 +174,9 @@ class Frame(Packer):
             raise
         finally:
             pop_hooks()
-            self.values, self.task = {}, -1
+            self.values, self.early, self.task = {}, None, -1
         self.nodes = next_node() - self.start
         self.tape = recorder.tape
-        recorder.alive.clear()
         try:
             self.end(known, recorder, out)
         except BaseException:
@@ -241,7 +241,10 @@ class Frame(Packer):
         if number < 0 and (tell := watcher(self.inputs.hooks)) is not None:
             tell(tensor)
         if self.region.cache.differentiates:
-            recorder.alive[number] = tensor
+            if self.early is None:
+                self.early = weakref.WeakKeyDictionary()
+            # (With a history it would hold the node that holds the handle.)
+            self.early[handle] = quiet(tensor.detach)
         if self.residuals is not None and not self.residuals.add(handle, tensor):
             self.residuals = None
         return handle
@@ -449,7 +452,8 @@ class Frame(Packer):
             if (tensor := dropped.tensor()) is not None:
                 self.held[at] = SavedInput(tensor, None)
                 del self.dropped[at]
-        program = Program(self.tape, Needs(self.tape, sources(self, computed(self)), {}), computed(self))
+        assert self.program is not None
+        program = self.program.unkept
         if any(at not in self.held for at in program.outside):
             raise RematError(
                 f"region {self.region.name!r}: a backward asks again for values that an earlier one let go "

@@ -248,7 +248,11 @@ def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:
     number, position = tape.packed[at]
     overwritten = tape.last_write.get(tape.root_of(number), -1) >= position
     overwritten = overwritten or (number < 0 and at not in frame.direct)
-    living = None if overwritten else recorder.living(number)
+    living: torch.Tensor | None = None
+    if not overwritten and number < 0:
+        living = recorder.outside[-1 - number]
+    elif not overwritten and frame.early is not None and (handle := frame.handles[at]) is not None:
+        living = frame.early.get(handle())
     # From now on what is saved is held while the function runs: it costs less than to make it again.
     frame.region.cache.differentiates = True
     task = graph_task()

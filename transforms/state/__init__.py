@@ -9,8 +9,8 @@ from remat.transforms.state.ambient import (
     device_kinds,  # the kinds of device among `tensors`, the CPU always first
     drawing_again,  # around a run of a function again: generators as at its start
     first_draw,  # run an op that draws: the state that it has drawn from, and its result
-    held_states,  # what generator states take, for reports
     generators_again,  # let generators begin where they were, and leave them as they are
+    held_states,  # what generator states take, for reports
     in_backward,  # that substitution again, for the backward
     modes_again,  # have the user's torch-function modes on, those aside that are
     note,  # a function has run under this substitution, or as it is

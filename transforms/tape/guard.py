@@ -106,7 +106,7 @@ class GuardMode(Recorder):
         self.keeps_decisions, self.decisions, self.leaving = decisions, None, leaving
         self.at = self.packs = self.named = 0
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
-        self.shown, self.outer, self.alive, self._memory, self._kept_in = {}, {}, {}, {}, {}
+        self.shown, self.outer, self._memory, self._kept_in = {}, {}, {}, {}
         self.selector, self.digest, self.kept_bytes, self.moved, self.sizes = None, None, 0, set(), {}
         self.checks = expected.checks or _prepared(expected)
         # What is there, by number: below zero counts from the end. It enters the table once somebody asks.

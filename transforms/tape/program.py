@@ -80,6 +80,7 @@ class Program:
 
     __slots__ = (
         "_anew",
+        "_unkept",
         "_wanted",
         "constants",
         "copied",
@@ -106,6 +107,7 @@ class Program:
         self.direct, self._wanted = tape.direct(), wanted
         self.first: list[tuple[int, int]] = []  # wanted values that are there before any step
         self._anew: frozenset[int] | None = None
+        self._unkept: Program | None = None
         self._take(wanted)
         self.outside = self._free()
 
@@ -117,6 +119,15 @@ class Program:
             sources = {at for place in places for at in self.tape.sources(*place)}
             self._anew = Needs(self.tape, sources, {}).outside
         return self._anew
+
+    @property
+    def unkept(self) -> Program:
+        """What makes the same values where nothing is kept any more; made once, since an inner backward asks
+        for it in each pass."""
+        if self._unkept is None:
+            sources = {at for i in self._wanted for at in self.tape.sources(*self.tape.packed[i])}
+            self._unkept = Program(self.tape, Needs(self.tape, sources, {}), self._wanted)
+        return self._unkept
 
     def _take(self, wanted: Iterable[int]) -> None:
         """Note for every wanted value when it is taken: as soon as it is there and as it was when saved."""

@@ -75,7 +75,6 @@ class Recorder(WriteWatch):
         shown: memories from outside that user code has looked at itself, as they were then.
         moved: memories from outside that torch.distributed frees and fills.
         outer: for every op its number on the tape of the region around, if there is one.
-        alive: saved values that are held while the function runs.
     """
 
     records = True
@@ -104,7 +103,7 @@ class Recorder(WriteWatch):
         self.snapshots, self.shown = dict[int, Snapshot](), dict[int, Snapshot]()
         self.outer, self.moved, self.sizes = dict[int, int](), set[int](), dict[int, int]()
         self.kept_bytes = 0  # of what is kept on its device
-        self.alive, self.lies = dict[int, torch.Tensor](), dict[int, str]()
+        self.lies = dict[int, str]()
         self._numbers = ValueNumbering()
         # Living memories by the ids of their storage objects: where they come from, and a value in them.
         self._memory: dict[int, tuple[Any, int, int, Any]] = {}
@@ -393,12 +392,6 @@ class Recorder(WriteWatch):
     def living_values(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors that ops have made and that somebody holds."""
         return list(self._numbers.living())
-
-    def living(self, number: int) -> torch.Tensor | None:
-        """A tensor with this number, if one is still there."""
-        if number < 0:
-            return self.outside[-1 - number]
-        return self.alive.get(number)
 
 
 def _is_plain(args: Any) -> bool:
