@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 
+from benchmarks import functional
 from benchmarks.common.records import Record, Target, ratio, save, told
+from benchmarks.functional import LIMITS, Functional
+from benchmarks.functional import POLICIES as FUNCTIONAL
+from benchmarks.functional import targets as functional_targets
 from benchmarks.memory import MODES, Memory
 from benchmarks.memory import targets as memory_targets
 from benchmarks.offload import Offload
 from benchmarks.offload import targets as offload_targets
 from benchmarks.overhead import Overhead
 from benchmarks.overhead import targets as overhead_targets
+from remat import remat
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +77,19 @@ def test_every_row_of_the_overhead_computes_the_same_gradient() -> None:
         gradients.append(x.grad)
     for gradient in gradients[1:]:
         torch.testing.assert_close(gradient, gradients[0])
+
+
+def test_every_row_under_torch_func_is_measured_and_computes_the_same() -> None:
+    benchmark = Functional(depth=1, processes=1, rounds=1, steps=1)
+    rows = {(way, policy) for way in ("backward", *LIMITS) for policy in FUNCTIONAL}
+    got = benchmark.run()
+    assert {(r.mode, r.policy) for r in got} == rows and all((r.value or 0.0) > 0 for r in got)
+    assert [t.limit for t in functional_targets(got)] == [3.5, 4.0, 1.15, 3.0, *[1.15] * 8]
+    for way in LIMITS:
+        want = pytree.tree_leaves(benchmark.step(way, functional.block)())
+        for policy in FUNCTIONAL.values():
+            same = pytree.tree_leaves(benchmark.step(way, remat(functional.block, policy=policy))())
+            torch.testing.assert_close(same, want)
 
 
 def test_records_carry_machine_versions_and_commit(tmp_path: Path) -> None:
