@@ -130,6 +130,11 @@ class ModelStep:
         return max(found, key=lambda step: sum(graph.kept_by_default for graph in step.graphs))
 
 
+# One part in so many of a step is left free, for what is not counted: the states that generators have before
+# draws that run again, numbers that autograd holds. Of steps that depend on data two runs were seen.
+_PARTS, _PARTS_OF_DATA = 100, 25
+
+
 class Way:
     """A model that is cut into blocks, and a choice for each; `chosen` is None if none keeps to the limit."""
 
@@ -144,7 +149,13 @@ class Way:
         _check_differentiated(source.model, self.step)
         self.portfolio = Portfolio(self.step, model, ready)
         self.plain = self.portfolio.plain()
-        self.chosen = self.plain if self.plain.peak <= limit else self.portfolio.within(limit)
+        self._parts = _PARTS_OF_DATA if self.step.ran else _PARTS
+        allowed = limit * self._parts // (self._parts + 1)
+        self.chosen = self.plain if self.plain.peak <= allowed else self.portfolio.within(allowed)
+
+    def limit_of(self, chosen: Chosen) -> int:
+        """The lowest limit, over what lives throughout, that a choice is taken for."""
+        return -(-chosen.peak * (self._parts + 1) // self._parts)
 
     @property
     def price(self) -> float:

@@ -61,7 +61,7 @@ def check(model, *args, loss=None, rel=0.02, **options):
         peak = measured(model, args, loss)
         assert done.applied and done.peak_bytes <= limit
         assert peak == pytest.approx(done.peak_bytes - held, rel=rel)
-        assert peak <= (limit - held) * (1.03 if rel == 0.03 else 1)
+        assert peak <= limit - held
         done.remove()
     return plain, low
 
@@ -512,8 +512,9 @@ def test_what_kernels_take_is_part_of_a_peak(kind):
     assert measured_bytes is not None
     assert measured_bytes - plain.held.bytes == pytest.approx(plain.plain_bytes - plain.held.bytes, rel=0.01)
     done = remat.fit(model, x, peak=low).measure()
-    assert done.applied and done.measured_bytes is not None
-    assert done.measured_bytes - done.held.bytes == pytest.approx(low - done.held.bytes, rel=0.03)
+    assert done.applied and done.measured_bytes is not None and done.measured_bytes <= low
+    # (A Fourier transform that follows another takes less: planned 2.4 % above.)
+    assert done.measured_bytes - done.held.bytes == pytest.approx(done.peak_bytes - done.held.bytes, rel=0.03)
 
 
 class Stage(nn.Module):
@@ -700,7 +701,8 @@ def test_what_needs_data_is_planned_from_two_real_steps(kind, capfd):
         assert module.__dict__.keys() == known.keys()
         assert all(module.__dict__[name] == known[name] for name in known if name == "calls")
     model.zero_grad(set_to_none=True)
-    check(model, x, measure=True, rel=0.03)
+    # (A step that runs for a plan holds the arguments of its blocks: one of these is planned 3.4 % above.)
+    check(model, x, measure=True, rel=0.04 if kind is Branches else 0.02)
 
 
 def test_measure_runs_nothing_where_shapes_are_enough(capfd):
