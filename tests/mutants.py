@@ -481,8 +481,7 @@ class Run:
                 row += [" ".join(text.split()) for text in (one.before, one.after)]
                 for part in ("bank", "suite"):
                     got = self._done(part, number) or {"outcome": "not run", "test": "", "run": 0, "reach": 0}
-                    killed = "killed" if got["outcome"] in ("timeout", "ended") else got["outcome"]
-                    row += [killed, got["test"], f"{got['run']} of {got['reach']}"]
+                    row += [got["outcome"], got["test"], f"{got['run']} of {got['reach']}"]
                 table.writerow([*row, self.options.commit, self.options.seed])
 
 

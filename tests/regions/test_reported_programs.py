@@ -1,0 +1,290 @@
+"""Programs of bug reports that no other test has in their own form; docs/trust.md has the table."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.autograd.forward_ad as fw
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, linearize, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from remat import checkpoint_policy, remat, save_matmuls, save_nothing, saved_residuals, scan_remat
+from tests.helpers import LiveBytes, rand, same
+
+X, W = rand(4, 4), rand(4, 4, seed=1)
+ODD = checkpoint_policy(lambda info: info.index % 2 == 0)
+POLICIES = pytest.mark.parametrize(
+    "policy", [save_nothing, save_matmuls, ODD], ids=["nothing", "matmuls", "odd"]
+)
+
+
+def plain(fn: Any, **_: Any) -> Any:
+    return fn
+
+
+def gradients(fn: Any, calls: int = 2) -> list[Tensor]:
+    found = []
+    for _ in range(calls):
+        x = X.clone().requires_grad_()
+        found += torch.autograd.grad(fn(x).sum(), x)
+    return found
+
+
+class Product(torch.autograd.Function):
+    """Reads a weight past torch functions, and keeps what is no result."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        product = x @ w
+        return product.sin(), product
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        x, w, product = ctx.saved_tensors
+        inner = cotangents[0] * product.cos()
+        return inner @ w.mT, x.mT @ inner
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(W.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(x, self.w)[0].sin()  # type: ignore[index]
+
+
+@POLICIES
+def test_a_function_that_reads_a_captured_weight_under_torch_func(policy: Any) -> None:
+    """By a closure, by `functional_call`, for each example, and in a region inside."""
+    layer, found = Layer(), []
+    own = {"w": W}
+    for wrap in (plain, remat):
+        through = lambda w, wrap=wrap: wrap(lambda x: Product.apply(x, w)[0].sin(), policy=policy)  # noqa: E731
+        put_in = lambda p, wrap=wrap: wrap(lambda x: functional_call(layer, p, (x,)), policy=policy)  # noqa: E731
+        nested = lambda w, wrap=wrap: wrap(lambda x: through(w)(x.exp()).tanh(), policy=policy)  # noqa: E731, B023
+        found.append(
+            [
+                grad(lambda w: through(w)(X).sum())(W),  # noqa: B023
+                grad(lambda p: put_in(p)(X).sum())(own)["w"],  # noqa: B023
+                vmap(grad(lambda w, x: through(w)(x).sum()), (None, 0))(W, torch.stack([X, X.cos()])),  # noqa: B023
+                grad(lambda w: nested(w)(X).sum())(W),  # noqa: B023
+            ]
+        )
+    assert all(g.abs().max() > 0 for g in found[0])
+    same(found[1], found[0], 1e-12)
+
+
+def test_a_gradient_inside_that_make_fx_traces_is_computed_and_not_baked_in() -> None:
+    region = remat(lambda x: (x.sin() @ W).exp().tanh())
+    step = lambda x: torch.autograd.grad(region(x).sum(), x)[0]  # noqa: E731
+    graph = make_fx(step)(X.clone().requires_grad_())
+    other = (X * 2).requires_grad_()
+    same(graph(other), step(other), 1e-12)
+
+
+@POLICIES
+def test_numpy_in_a_region_inside(policy: Any) -> None:
+    def half(x: Tensor) -> Tensor:
+        h = x.sin() @ W
+        return (h * torch.from_numpy(np.cos(h.detach().numpy()))).exp()
+
+    def made(wrap: Any) -> Any:
+        inner = wrap(half, policy=policy)
+        return wrap(lambda x: inner(x.cos() * 2), policy=policy)
+
+    same(gradients(made(remat)), gradients(made(plain)), 1e-12)
+
+
+@POLICIES
+def test_parts_of_conjugates(policy: Any) -> None:
+    def fn(x: Tensor) -> Tensor:
+        c = torch.complex(x, x.cos())
+        return c.exp().imag.sin() * c.conj().real.cos()
+
+    same(gradients(remat(fn, policy=policy)), gradients(fn), 1e-12)
+
+
+class Moved(TorchDispatchMode):
+    """Elements of all results of ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.elements += out.numel() if isinstance(out, Tensor) and not func.is_view else 0
+        return out
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
+def test_rows_written_one_by_one_cost_what_they_cost_without(policy: Any) -> None:
+    """Not as many times the buffer as there are rows: four times the rows move four times the numbers."""
+
+    def moved(rows: int, wrap: Any) -> int:
+        def fn(x: Tensor) -> Tensor:
+            out, row = torch.empty(rows, 4, dtype=x.dtype), x[0]
+            for at in range(rows):
+                row = torch.tanh(row * 1.01)
+                out[at] = row
+            return out.sin()
+
+        region = wrap(fn)
+        gradients(region, 1)
+        with Moved() as mode:
+            gradients(region, 1)
+        return mode.elements
+
+    few, many = (moved(n, lambda fn: remat(fn, policy=policy)) for n in (20, 80))
+    assert many / few < 1.5 * moved(80, plain) / moved(20, plain)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert")  # torch's, of linearize
+def test_forward_mode_over_a_scan() -> None:
+    xs = rand(5, 4, seed=2)
+
+    def scanned(h: Tensor) -> Tensor:
+        return scan_remat(lambda h, x: (torch.tanh(h @ W + x), None), h, xs)[0]
+
+    def looped(h: Tensor) -> Tensor:
+        for x in xs:
+            h = torch.tanh(h @ W + x)
+        return h
+
+    start, along = X[0], X[1]
+    for fn in (scanned, looped):
+        got = [linearize(fn, start)[1](along), jvp(fn, (start,), (along,))[1]]
+        with fw.dual_level():
+            got.append(fw.unpack_dual(fn(fw.make_dual(start, along))).tangent)
+        if fn is scanned:
+            expected = got
+    same(got, expected, 1e-12)
+
+
+def test_a_backward_over_plain_forward_mode_and_batched_cotangents() -> None:
+    found = []
+    for wrap in (plain, remat):
+        b = W.clone().requires_grad_()
+        with fw.dual_level():
+            dual = wrap(lambda x, b: (x @ b).tanh())(fw.make_dual(X, X.cos()), b)
+            found += torch.autograd.grad(fw.unpack_dual(dual).tangent.sum(), b)
+        torch.manual_seed(0)
+        x = X.clone().requires_grad_()
+        out = wrap(lambda x: F.dropout(x.sin() @ W).exp())(x).sum()
+        eye = torch.eye(1, dtype=x.dtype)
+        found += torch.autograd.grad(out.reshape(1), x, eye, is_grads_batched=True)
+    same(found[2:], found[:2], 1e-12)
+
+
+def test_deep_nests_under_torch_func_run_the_innermost_once() -> None:
+    """The calls of Python grow with the depth, not by a factor with each level."""
+
+    def calls(depth: int) -> int:
+        runs = [0]
+
+        def fn(x: Tensor) -> Tensor:
+            runs[0] += 1
+            return x.sin().cos()
+
+        for _ in range(depth):
+            fn = remat(lambda x, inner=fn: inner(x).sin())
+        loss = lambda x: fn(x).sum()  # noqa: E731
+        grad(loss)(X)
+        runs[0] = 0
+        profile = cProfile.Profile()
+        profile.runcall(grad(loss), X)
+        assert runs[0] == 1
+        return pstats.Stats(profile).total_calls  # pyright: ignore[reportAttributeAccessIssue]
+
+    assert calls(6) < 3 * calls(3)
+
+
+def test_sizes_counted_inside() -> None:
+    def fn(x: Tensor) -> Tensor:
+        expert = (x @ W).softmax(-1).argmax(1)
+        counts = torch.bincount(expert, minlength=4).numpy()
+        parts = x[expert.argsort()].exp().split([int(n) for n in counts])
+        return torch.cat([part.sin() * (k + 1) for k, part in enumerate(parts)])
+
+    for policy in (save_nothing, save_matmuls, ODD):
+        same(gradients(remat(fn, policy=policy)), gradients(fn), 1e-12)
+
+
+# -- not mended: what they keep ------------------------------------------------------------------------------
+
+
+def held(region: Any, *args: Any) -> int:
+    """Bytes of results of ops that live between the forward and the backward of a third call."""
+    for _ in range(2):
+        region(*args).sum().backward()
+    with LiveBytes() as live:
+        out = region(*args)
+        return live.bytes - out.untyped_storage().nbytes()
+
+
+@pytest.mark.xfail(strict=True, reason="every layer keeps what the window held for it")
+def test_weights_that_are_streamed_through_one_window() -> None:
+    homes, window = [rand(64, 64, seed=k) for k in range(4)], torch.zeros(64, 64, dtype=X.dtype)
+
+    def layer(at: int, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            window.copy_(homes[at])
+        return torch.tanh(F.linear(x, window))
+
+    def layers(wrap: Any) -> Any:
+        def run(x: Tensor) -> Tensor:
+            for at in range(4):
+                x = wrap(layer)(at, x)
+            return x
+
+        return run
+
+    x = rand(2, 64).requires_grad_()
+    torchs = lambda fn: lambda *args: checkpoint(fn, *args, use_reentrant=False)  # noqa: E731
+    assert held(layers(lambda fn: remat(fn, static_argnums=0)), x) <= 2 * held(
+        lambda fn: fn, layers(torchs), x
+    )
+
+
+@pytest.mark.xfail(strict=True, reason="the workspace of the kernel counts as a decision")
+def test_an_lstm_of_two_layers_keeps_no_workspace() -> None:
+    model, x = nn.LSTM(16, 16, 2), torch.randn(8, 4, 16)
+    region = remat(lambda x: model(x)[0])
+    plain_bytes = saved_residuals(lambda x: model(x)[0], x).kept_bytes
+    assert saved_residuals(region, x).kept_bytes < plain_bytes / 4
+
+
+@pytest.mark.xfail(strict=True, reason="it keeps what steps differentiate, and more than the loop")
+def test_a_policy_on_steps_that_differentiate_keeps_no_more_than_the_loop() -> None:
+    start, data = (rand(16, 64) / 4).requires_grad_(), rand(32, 16, seed=1)
+
+    def step(w: Tensor, _: Any = None) -> tuple[Tensor, None]:
+        loss = lambda w: torch.tanh(torch.tanh(data @ w) @ w.T).square().mean()  # noqa: E731
+        return w - 0.1 * grad(loss)(w), None
+
+    def looped(w: Tensor) -> Tensor:
+        for _ in range(6):
+            w = step(w)[0]
+        return w
+
+    def scanned(w: Tensor) -> Tensor:
+        return scan_remat(step, w, None, length=6, checkpoints="all", policy=save_matmuls)[0]
+
+    assert held(scanned, start) <= held(looped, start)
