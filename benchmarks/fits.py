@@ -4,8 +4,8 @@
 
 The packages are not dependencies of this repository: those that cannot be imported are left out. Each model
 is planned as it is, and at the lowest peak that a plan is found for. The steps then run, and the bytes that
-they allocate are read from the profiler. Peaks are over what lives throughout the step. There are two rows
-for each in `benchmarks/results/fits.csv`.
+they allocate are read from the profiler. Peaks and limits are over what lives throughout the step. There are
+two rows for each in `benchmarks/results/fits.csv`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.common.records import RESULTS
 from remat.cli.measure import trace_memory
 
 CSV = RESULTS / "fits.csv"
-FIELDS = ("model", "planned_from", "peak", "predicted", "measured", "error", "regions")
+FIELDS = ("model", "planned_from", "peak", "predicted", "measured", "error", "regions", "limit")
 
 
 def _of(package: str, name: str) -> Any:
@@ -263,9 +263,9 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
         plain = remat.fit(model, *args, peak="1TiB", **options)
     held, how = plain.held.bytes, "two steps" if options.get("measure") else "shapes"
 
-    def made(peak: str, planned: int, regions: int) -> dict[str, Any]:
-        found = measured(model, args, loss)
-        facts = name, how, peak, planned - held, found, f"{(planned - held) / found - 1:.4f}", regions
+    def made(peak: str, planned: int, regions: int, limit: int | None = None) -> dict[str, Any]:
+        found, free = measured(model, args, loss), "" if limit is None else limit - held
+        facts = name, how, peak, planned - held, found, f"{(planned - held) / found - 1:.4f}", regions, free
         return dict(zip(FIELDS, facts, strict=True))
 
     yield made("plain", plain.plain_bytes, 0)
@@ -274,8 +274,9 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
     except remat.RematError as error:
         found = re.search(r"lowest found is ([\d,]+)", str(error))
         assert found is not None, error
-        done = remat.fit(model, *args, peak=int(found[1].replace(",", "")), **options)
-        yield made("lowest", done.peak_bytes, len(done.applied))
+        limit = int(found[1].replace(",", ""))
+        done = remat.fit(model, *args, peak=limit, **options)
+        yield made("lowest", done.peak_bytes, len(done.applied), limit)
 
 
 def main(names: list[str]) -> None:
