@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, linearize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
-from remat import checkpoint_policy, remat, save_matmuls, save_nothing, saved_residuals, scan_remat
+from remat import checkpoint_policy, remat, save_matmuls, save_nothing, scan_remat
 from tests.helpers import LiveBytes, rand, same
 
 X, W = rand(4, 4), rand(4, 4, seed=1)
@@ -237,38 +236,6 @@ def held(region: Any, *args: Any) -> int:
     with LiveBytes() as live:
         out = region(*args)
         return live.bytes - out.untyped_storage().nbytes()
-
-
-@pytest.mark.xfail(strict=True, reason="every layer keeps what the window held for it")
-def test_weights_that_are_streamed_through_one_window() -> None:
-    homes, window = [rand(64, 64, seed=k) for k in range(4)], torch.zeros(64, 64, dtype=X.dtype)
-
-    def layer(at: int, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            window.copy_(homes[at])
-        return torch.tanh(F.linear(x, window))
-
-    def layers(wrap: Any) -> Any:
-        def run(x: Tensor) -> Tensor:
-            for at in range(4):
-                x = wrap(layer)(at, x)
-            return x
-
-        return run
-
-    x = rand(2, 64).requires_grad_()
-    torchs = lambda fn: lambda *args: checkpoint(fn, *args, use_reentrant=False)  # noqa: E731
-    assert held(layers(lambda fn: remat(fn, static_argnums=0)), x) <= 2 * held(
-        lambda fn: fn, layers(torchs), x
-    )
-
-
-@pytest.mark.xfail(strict=True, reason="the workspace of the kernel counts as a decision")
-def test_an_lstm_of_two_layers_keeps_no_workspace() -> None:
-    model, x = nn.LSTM(16, 16, 2), torch.randn(8, 4, 16)
-    region = remat(lambda x: model(x)[0])
-    plain_bytes = saved_residuals(lambda x: model(x)[0], x).kept_bytes
-    assert saved_residuals(region, x).kept_bytes < plain_bytes / 4
 
 
 @pytest.mark.xfail(strict=True, reason="it keeps what steps differentiate, and more than the loop")
