@@ -210,3 +210,19 @@ def test_written_arguments_and_raw_memory_keep_what_torch_keeps_once() -> None:
 
     for _ in range(3):
         torch.testing.assert_close(grad(summed(writes), (0, 1))(W, X), grad(summed(plain), (0, 1))(W, X))
+
+
+def test_parameters_that_are_frozen_and_trained_in_turns() -> None:
+    """Plain autograd differentiates what torch.func does, in calls that look like earlier ones."""
+    net = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Dropout()).double()
+    region = remat(lambda x: net(x) * x)
+
+    def step(f: Callable[[Tensor], Tensor], trained: bool) -> Any:
+        net.requires_grad_(trained)
+        torch.manual_seed(1)
+        force = grad(lambda x: f(x).square().sum())(X)
+        weights = torch.autograd.grad(force.square().sum(), list(net.parameters())) if trained else ()
+        return force, weights, torch.rand(1)
+
+    for trained in (False, False, True, True, False, True):
+        torch.testing.assert_close(step(region, trained), step(lambda x: net(x) * x, trained))

@@ -21,10 +21,12 @@ BUDGETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, "free")
 
 
 def kept_bytes(heard, module):
-    """Bytes of the distinct storages that regions keep, the module's own parameters aside."""
+    """Bytes of the distinct storages that regions keep, parameters and generators' states aside."""
     held = {p.untyped_storage().data_ptr() for p in module.parameters()}
     sizes = {}
     for kept in heard:
+        if kept.why == "random":
+            continue
         storage = kept.tensor.untyped_storage()
         if storage.data_ptr() not in held:
             sizes[kept.region, storage._cdata] = storage.nbytes()

@@ -183,7 +183,8 @@ def test_a_backward_over_plain_forward_mode_and_batched_cotangents() -> None:
         b = W.clone().requires_grad_()
         with fw.dual_level():
             dual = wrap(lambda x, b: (x @ b).tanh())(fw.make_dual(X, X.cos()), b)
-            found += torch.autograd.grad(fw.unpack_dual(dual).tangent.sum(), b)
+            tangent: Any = fw.unpack_dual(dual).tangent
+            found += torch.autograd.grad(tangent.sum(), b)
         torch.manual_seed(0)
         x = X.clone().requires_grad_()
         out = wrap(lambda x: F.dropout(x.sin() @ W).exp())(x).sum()

@@ -133,6 +133,7 @@ class LevelFrame(Frame):
         ends: the results as the level sees them.
         saved: what autograd saves in a first call, with versions, until it is known that a frame serves it.
         whole: whether all of that is held after all: what is to run again takes the primitive.
+        unserved: whether it was found that the primitive must run this.
     """
 
     inputs: LevelInputs
@@ -143,7 +144,7 @@ class LevelFrame(Frame):
         self.watcher: Recorder | None = None
         self.ends: list[torch.Tensor] = []
         self.saved: list[tuple[torch.Tensor, int]] | None = None
-        self.whole = False
+        self.whole = self.unserved = False
 
     def forward(self, args: Any, kwargs: Any, known: Any) -> Any:
         message = hooks_disabled()
@@ -154,7 +155,8 @@ class LevelFrame(Frame):
             with uncompiled_calls():
                 out = super().forward(args, kwargs, known)
         except (RuntimeError, KeyError) as error:
-            if known is None and (has_no_level_rule(error) or any(part in str(error) for part in _REFUSED)):
+            refused = has_no_level_rule(error) or any(part in str(error) for part in _REFUSED)
+            if self.unserved or (known is None and refused):  # (TorchScript makes other exceptions of ours.)
                 raise Unserved from None
             raise
         else:
@@ -195,11 +197,16 @@ class LevelFrame(Frame):
         self.whole = self.region.cache.unframed = True
         return True
 
+    def _not_served(self) -> Unserved:
+        """Plain autograd differentiates, too."""
+        self.unserved = True
+        return Unserved()
+
     def pack(self, tensor: torch.Tensor) -> Any:
         if self.inner:  # a region inside hands over what it reads
             bottom, around = tensor, None
         elif not in_transform():
-            raise Unserved  # plain autograd differentiates, too
+            raise self._not_served()
         else:
             bottom, around = wrappers_of(tensor)
         if self.saved is not None:
@@ -212,7 +219,7 @@ class LevelFrame(Frame):
         if self.inner:
             return super().pack_expected(tensor)
         if not in_transform():
-            raise Unserved
+            raise self._not_served()
         recorder: Any = self.recorder
         at = recorder.packs
         bottom, around = wrappers_of(tensor)
