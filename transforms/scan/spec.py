@@ -274,17 +274,17 @@ def make(
 def now(before: RandomState) -> RandomState:
     """The generators' state: `before` itself where nothing was drawn since, so that steps share one copy."""
     now = before.again()
+    pairs = zip(now.devices, before.devices, strict=True)
+    states = [(now.cpu, before.cpu), *((a, b) for (_, a), (_, b) in pairs)]
+    return before if all(_is_state(a, b) for a, b in states) else now
+
+
+def _is_state(state: Any, other: Any) -> bool:
+    if not isinstance(state, torch.Tensor):
+        return state == other
     # Real tensors, also where a plan is made on fake ones.
-    if isinstance(now.cpu, torch.Tensor):
-        with unseen(now.cpu) if modes_active() else contextlib.nullcontext(), functions_as_they_are():
-            same = torch.equal(now.cpu, before.cpu)
-    else:
-        same = now.cpu == before.cpu
-    with functions_as_they_are():
-        same = same and all(
-            torch.equal(a, b) for (_, a), (_, b) in zip(now.devices, before.devices, strict=True)
-        )
-    return before if same else now
+    with unseen(state) if modes_active() else contextlib.nullcontext(), functions_as_they_are():
+        return torch.equal(state, other)
 
 
 def with_step_note(
