@@ -9,9 +9,7 @@ several fresh processes, in the process's CPU time.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +20,11 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from benchmarks.common.records import Record, Target, conclude
-from benchmarks.overhead import times
+from benchmarks.overhead import in_processes, times
 from remat import checkpoint_policy, remat, save_matmuls, save_nothing
 from remat.cli.measure import percentiles
 
 Params = dict[str, Tensor]
-Loss = Callable[[list[Params], Tensor], Tensor]
 # At most so many times no remat; policies and budgets at most 1.15 of `save_nothing`.
 LIMITS = {"torch.func.grad": 3.5, "vmap(grad)": 4.0, "jvp": 1.15, "jvp(grad)": 3.0}
 POLICIES = {
@@ -71,9 +68,7 @@ class Functional:
         return conclude("functional", title, records, targets(records), self.save)
 
     def run(self) -> list[Record]:
-        fresh = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, fresh, max_tasks_per_child=1) as pool:
-            found = [run.result() for run in [pool.submit(self.measure) for _ in range(self.processes)]]
+        found = in_processes(self.measure, self.processes)
         records = []
         for way in found[0]:
             rounds = [taken for process in found for taken in process[way]]
@@ -97,10 +92,8 @@ class Functional:
 
     def step(self, way: str, one: Callable[[Params, Tensor], Tensor]) -> Callable[[], Any]:
         params, x = self.params(), torch.randn(2, 8, self.width)
-        batch, along = (
-            torch.randn(4, *x.shape),
-            [{k: torch.randn_like(v) for k, v in p.items()} for p in params],
-        )
+        batch = torch.randn(4, *x.shape)
+        along = [{k: torch.randn_like(v) for k, v in own.items()} for own in params]
 
         def loss(params: list[Params], x: Tensor) -> Tensor:
             for own in params:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from remat.cli.measure import percentiles
 from remat.cli.rows import Row, rows
 
 MODE = "backward"
+T = TypeVar("T")
 
 
 class Block(nn.Module):
@@ -82,10 +83,7 @@ class Overhead:
         return conclude("overhead", title, records, targets(records), self.save)
 
     def run(self) -> list[Record]:
-        fresh = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, fresh, max_tasks_per_child=1) as pool:
-            runs = [pool.submit(self.measure) for _ in range(self.processes)]
-            rounds = [taken for run in runs for taken in run.result()]
+        rounds = [taken for found in in_processes(self.measure, self.processes) for taken in found]
         return [record for row in self.rows() for record in self.records(row.name, rounds)]
 
     def measure(self) -> list[dict[str, float]]:
@@ -125,6 +123,14 @@ class Overhead:
             Record("overhead", MODE, name, metric, "us", p50, p20, p50, p80)
             for metric, (p20, p50, p80) in (("CPU time per block", took), ("overhead per block", over))
         ]
+
+
+def in_processes(measure: Callable[[], T], count: int) -> list[T]:
+    """What `measure` finds in so many fresh processes, one after another."""
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, fresh, max_tasks_per_child=1) as pool:
+        runs = [pool.submit(measure) for _ in range(count)]
+        return [run.result() for run in runs]
 
 
 def times(steps: dict[str, Callable[[], None]], count: int) -> dict[str, float]:

@@ -56,7 +56,6 @@ from remat.transforms.eager.settle import (
     early_value,
     hold_kept,
     settle,
-    sources,
 )
 from remat.transforms.errors import RematError, overwritten
 from remat.transforms.offload import Store
@@ -444,7 +443,7 @@ class Frame(Packer):
 
     def _program_for(self, wanted: list[int]) -> Program:
         wanted = [i for i in wanted if i not in self.direct]
-        return Program(self.tape, Needs(self.tape, sources(self, wanted), self.kept), wanted)
+        return Program(self.tape, Needs(self.tape, self.tape.sources_of(wanted), self.kept), wanted)
 
     def _program_anew(self) -> Program:
         """What makes all values where nothing is kept any more."""

@@ -52,7 +52,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     frame.hollow = read_for_shape(tape, outs, frame.start) - frame.dead
     frame.direct = steady(tape.direct(), recorder)
     wanted = computed(frame)
-    needs = Needs(tape, sources(frame, wanted), recorder.kept)
+    needs = Needs(tape, tape.sources_of(wanted), recorder.kept)
     held = {at for i, at in frame.direct.items() if i not in frame.dead and i not in frame.hollow}
     if (needs.whole or frame.whole) and frame.hold_whole():
         frame.residuals = None
@@ -132,12 +132,6 @@ def computed(frame: Any) -> list[int]:
     """The saved values that have to be made again: not those from outside, nor what nobody reads."""
     others = frame.direct.keys() | frame.dead | frame.hollow
     return [i for i in range(len(frame.tape.packed)) if i not in others]
-
-
-def sources(frame: Any, wanted: list[int]) -> set[int]:
-    """The ops whose results these saved values are."""
-    tape = frame.tape
-    return {source for i in wanted for source in tape.sources(*tape.packed[i])}
 
 
 def _prefers_residuals(frame: Any, recorder: Recorder, held: set[int]) -> bool:
@@ -272,7 +266,7 @@ def _partly(frame: Any, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
     """What was saved so far and may still be asked for."""
     tape = frame.tape
     wanted = [i for i in computed(frame) if i == at or frame.is_held(i)]
-    needs = Needs(tape, sources(frame, wanted), recorder.kept)
+    needs = Needs(tape, tape.sources_of(wanted), recorder.kept)
     if needs.whole:
         raise RematError(
             f"region {frame.region.name!r} runs a backward pass inside, of values that no op has made "

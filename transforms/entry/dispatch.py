@@ -223,10 +223,7 @@ def _run_frame(
         with labelled("forward", region.name), inside():
             out = frame.forward(args, kwargs, known)
         if key is not None and (known is None or frame.tape is not known.tape):
-            if (trace := frame.lesson()) is not None:
-                region.traces[key] = trace
-            elif known is not None:
-                region.traces.pop(key, None)
+            _learn(region, key, frame)
     inputs.finish()
     if inputs.hooks is not None:
         stop_enclosing(inputs.hooks)
@@ -237,6 +234,23 @@ def _forward(inputs: Inputs, args: Any, kwargs: Any, known: Any) -> tuple[Any, F
     frame = Frame(inputs)
     with labelled("forward", inputs.region.name), inside():
         return frame.forward(args, kwargs, known), frame
+
+
+def _learn(region: Region, key: Any, frame: Frame) -> None:
+    """Note what a forward that was not the known one tells of later calls with its signature."""
+    if (trace := frame.lesson()) is not None:
+        region.traces[key] = trace
+    else:
+        region.traces.pop(key, None)
+
+
+def _leave_out(begun: Iterable[tuple[Any, int]]) -> None:
+    """A run is broken off: recordings around know its ops, and run without them if they run again. `begun`:
+    these, and how many ops they had before."""
+    for mode, first in begun:
+        mode.leave()
+        for node in mode.tape.nodes[first:]:
+            node.optional = True
 
 
 def _framed(region: Region) -> int | None:
@@ -281,17 +295,11 @@ def _run_leveled(
             out = frame.forward(args, kwargs, known)
     except Unserved:
         region.cache.unframed = True
-        for mode, first in begun:
-            mode.leave()
-            for node in mode.tape.nodes[first:]:
-                node.optional = True
+        _leave_out(begun)
         inputs.put_back(frame.watcher)
         return _run_primitive(region, args, kwargs)
     if key is not None and (known is None or frame.tape is not known.tape):
-        if (trace := frame.lesson()) is not None:
-            region.traces[key] = trace
-        elif known is not None:
-            region.traces.pop(key, None)
+        _learn(region, key, frame)
     inputs.finish()
     return out
 
@@ -336,10 +344,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
                 region.cache.writes_operands = True
             else:
                 raise
-        for mode, first in begun:
-            mode.leave()
-            for node in mode.tape.nodes[first:]:
-                node.optional = True  # the function around runs without them, if it runs again
+        _leave_out(begun)
         # What the broken-off run wrote to memory is written again, and what it drew is drawn again. What
         # generators were before the call comes last: the watch knows them from a draw, after a seed.
         attempt.put_back(watches)

@@ -204,7 +204,7 @@ class GeneratorState:
             self.generator = torch.default_generator
         self.state, self.native = self._read(), True
 
-    def _read(self) -> torch.Tensor:
+    def _read(self) -> Any:
         if self.generator is not None:
             return state_of(self.generator)
         return getattr(torch, self.device.type).get_rng_state(self.device)

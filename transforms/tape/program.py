@@ -115,9 +115,7 @@ class Program:
     def anew(self) -> frozenset[int]:
         """Positions of the tensors from outside that its values take if nothing is kept."""
         if self._anew is None:
-            places = [self.tape.packed[i] for i in self._wanted if i not in self.direct]
-            sources = {at for place in places for at in self.tape.sources(*place)}
-            self._anew = Needs(self.tape, sources, {}).outside
+            self._anew = self._needs_unkept().outside
         return self._anew
 
     @property
@@ -125,9 +123,12 @@ class Program:
         """What makes the same values where nothing is kept any more; made once, since an inner backward asks
         for it in each pass."""
         if self._unkept is None:
-            sources = {at for i in self._wanted for at in self.tape.sources(*self.tape.packed[i])}
-            self._unkept = Program(self.tape, Needs(self.tape, sources, {}), self._wanted)
+            self._unkept = Program(self.tape, self._needs_unkept(), self._wanted)
         return self._unkept
+
+    def _needs_unkept(self) -> Needs:
+        """What its values take if nothing is kept."""
+        return Needs(self.tape, self.tape.sources_of(self._wanted), {})
 
     def _take(self, wanted: Iterable[int]) -> None:
         """Note for every wanted value when it is taken: as soon as it is there and as it was when saved."""

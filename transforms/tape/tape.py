@@ -170,6 +170,10 @@ class Tape:
             found.append(write)
         return found
 
+    def sources_of(self, saved: Iterable[int]) -> set[int]:
+        """The ops whose results these saved values are; none of those that are simply there."""
+        return {at for i in saved for at in self.sources(*self.packed[i])}
+
     def is_outside(self, number: int, position: int) -> bool:
         """Whether a saved value is simply there: from outside, and not written to by the region."""
         return number < 0 and self.outside[-1 - number].root not in self.last_write

@@ -14,11 +14,10 @@ import torch
 from remat.transforms.compat import memory_is_real
 from remat.transforms.ops import memory_of, traits
 
-# Torch's own ops that write into what they are given and do not read it. Some leave a part of it as it is.
-_FILLS = frozenset(
-    "copy_ fill_ zero_ set_ resize_ resize_as_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ "
-    "cauchy_ log_normal_ index_copy_ index_fill_ index_put_ _index_put_impl_ masked_fill_ masked_scatter_ "
-    "put_ scatter_ fill_diagonal_ _foreach_copy_ _foreach_zero_ _foreach_fill_".split()
+# Torch's own ops that do not read what they write into, either, and may leave a part of it as it is.
+_FILL_PARTS = frozenset(
+    "set_ resize_ resize_as_ index_copy_ index_fill_ index_put_ _index_put_impl_ masked_fill_ "
+    "masked_scatter_ put_ scatter_ fill_diagonal_".split()
 )
 
 # Dropout under levels of torch.func is drawn for a tensor without numbers.
@@ -46,7 +45,8 @@ def _reads_target(tape: Any, node: Any, facts: Any, root: int) -> bool:
     if not facts.native or not any(isinstance(n, int) and tape.root_of(n) == root for n in targets):
         return False
     # `index_put_(..., accumulate=True)` adds.
-    return facts.name not in _FILLS or any(arg is True for arg in node.args)
+    fills = facts.fills or facts.name in _FILL_PARTS
+    return not fills or any(arg is True for arg in node.args)
 
 
 def is_drawn_over(tape: Any, empty: int) -> bool:
