@@ -284,7 +284,7 @@ def _whole(found: Sequence[Met], outside: Joint, traced: int, accumulating: bool
 
     def graph(at: int) -> Graph:
         met, hole = found[at].graph, outside.holes[at]
-        free = tuple([outside.values[v].storage in shared for v in hole.operands])
+        free = tuple([_origin(outside, shared, v) for v in hole.operands])
         pairs = [
             (met.joint.values[v].storage, outside.values[out].storage)
             for v, out in zip(_made(met.joint), hole.made, strict=False)
@@ -337,12 +337,22 @@ def _kept_results(outside: Joint, regions: Sequence[Joint]) -> set[int]:
     return found
 
 
-def _freed(graph: Graph, free: Sequence[bool], given: frozenset[int], returned: frozenset[int]) -> Graph:
+def _origin(outside: Joint, shared: frozenset[int], operand: int) -> str | None:
+    """What a region's argument is there to the region, None where it alone holds it."""
+    value = outside.values[operand]
+    if value.storage not in shared:
+        return None
+    return "leaf" if value.producer < 0 and operand in outside.differentiated else "elsewhere"
+
+
+def _freed(
+    graph: Graph, free: Sequence[str | None], given: frozenset[int], returned: frozenset[int]
+) -> Graph:
     """The same region, some of whose arguments, their gradients and some of whose results others hold."""
     values = list(graph.joint.values)
-    for k, elsewhere in enumerate(free):
-        if elsewhere:
-            values[k] = replace(values[k], origin="elsewhere")
+    for k, origin in enumerate(free):
+        if origin is not None:
+            values[k] = replace(values[k], origin=origin)
     return Graph(replace(graph.joint, values=tuple(values)), graph.alone, given, returned)
 
 

@@ -30,7 +30,8 @@ class Value:
         storage: number of its storage; views and in-place results share their base's.
         producer: position of the op that made it, or -1 for inputs.
         origin: "op", "argument", "parameter" (held by somebody else: `nn.Parameter`, captured, or a leaf
-            inside a container argument), "elsewhere" (an argument that others hold) or "tangent".
+            inside a container argument), "elsewhere" (an argument that others hold), "leaf" (one that is a
+            leaf, which the graph holds to its end) or "tangent".
     """
 
     shape: tuple[int, ...]
