@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat
@@ -28,6 +29,15 @@ from tests.composition.table import rand as rand
 # For what torch itself does otherwise in some versions.
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 FEW = ("nothing", "matmuls", "rule")
+
+
+def allocations(fn: Callable[..., Any], *args: Any) -> tuple[list[int], Any]:
+    """The bytes that the CPU allocator gave out (freed: negative) in a call, in order; and the result."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        out = fn(*args)
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    events: list[Any] = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())], out
 
 
 @contextlib.contextmanager

@@ -2,19 +2,17 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from remat import remat, save_ops, saved_residuals, scan_remat
+from tests.helpers import allocations
 
 STATE = 5056
 
 
 def held(fn, *args):
     """Bytes that the CPU's allocator holds after a call, its result aside; and the result."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        out = fn(*args)
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return sum(e.nbytes() for e in events) - out.untyped_storage().nbytes(), out
+    changes, out = allocations(fn, *args)
+    return sum(changes) - out.untyped_storage().nbytes(), out
 
 
 def walk(y, w):

@@ -1,22 +1,18 @@
 """Graphs that a region's function differentiates inside of it go as they do without a region."""
 
+from itertools import accumulate
+
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from remat import remat
+from tests.helpers import allocations
 
 
 def peak(fn, *args):
     """The most bytes that the CPU's allocator held during a call, and the result."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        out = fn(*args)
-    now = most = 0
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most, out
+    changes, out = allocations(fn, *args)
+    return max(accumulate(changes)), out
 
 
 torch.manual_seed(0)

@@ -38,7 +38,7 @@ def drawn(i, x, window):
 
 def many(i, x, window):
     with torch.no_grad():
-        torch._foreach_copy_([window], [HOMES[i]])
+        torch._foreach_copy_([window], [HOMES[i]])  # pyright: ignore[reportPrivateImportUsage]
     return torch.tanh(x @ window)
 
 
