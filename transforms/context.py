@@ -61,6 +61,14 @@ class _Active(threading.local):
     leveled: tuple[str, bool] | None = None
     again: Any = None  # of what calls have taught: how much of it a function that runs again may know
     functions: Any = None  # whether torch functions ask modes in the user's code, where the engine's ask none
+    # The user's torch-function modes, where the engine has put them aside; and those of the pass for which it
+    # runs a function again.
+    users: tuple[Any, ...] | None = None
+    passing: tuple[Any, ...] | None = None
+    # How many levels of torch.func there are where the engine runs the user's function, and whether there were
+    # any where the user called it.
+    seen: tuple[int, bool] | None = None
+    through = False  # whether an `autograd.Function` of that goes through levels of the engine's
     owner: list[Any] | None = None  # holds what must live as long as the steps that are being compiled
 
     def __init__(self) -> None:

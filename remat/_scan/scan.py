@@ -32,6 +32,7 @@ from remat.transforms.closure import (
 from remat.transforms.compat import (
     dual_level_open,
     dynamo_errors,
+    functions_as_they_are,
     hooks_allowed,
     in_transform,
     is_hook_refusal,
@@ -43,6 +44,7 @@ from remat.transforms.region import selecting
 from remat.transforms.scan import (
     Body,
     ScanSpec,
+    Structure,
     check_budget,
     make,
     name_of,
@@ -53,7 +55,7 @@ from remat.transforms.scan import (
     with_step_note,
 )
 from remat.transforms.scan.traced import Whole
-from remat.transforms.state import RandomState
+from remat.transforms.state import Called, RandomState, under_levels, users_aside
 
 C = TypeVar("C")
 Rows = list[torch.Tensor]
@@ -132,7 +134,7 @@ def scan_remat(
         return call_scan(name, body, init, xs, n, bool(reverse), checkpoints, bool(offload), on_step, policy)
     schedule = as_schedule("all" if checkpoints == "auto" else checkpoints)
     options = (bool(reverse), policy, bool(offload), None, on_step)
-    spec = ScanSpec(name, n, structure_of(init), structure_of(xs), schedule, *options)
+    spec = ScanSpec(name, n, _structure(init), _structure(xs), schedule, *options)
     if n == 0:
         return init, _no_ys(body, spec, init, rows)
     if checkpoints == "auto":
@@ -154,6 +156,11 @@ def scan_remat(
         if isinstance(spec.schedule, Segmented):
             body = _region(body, policy)
     return run_eager(body, spec, init, rows, body)
+
+
+def _structure(tree: Any) -> Structure:
+    with functions_as_they_are():  # no torch function of the user's
+        return structure_of(tree)
 
 
 def _compilable(init: Any) -> bool:
@@ -189,6 +196,13 @@ def run_eager(
         # Opaque to an enclosing torch.compile: traced, the loop would be unrolled and its graph grow with n.
         apart: Any = torch.compiler.disable(run_eager)
         return apart(body, spec, init, rows, roots, condition)
+    with users_aside():
+        return _run_eager(body, spec, init, rows, roots, condition)
+
+
+def _run_eager(
+    body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows, roots: Any, condition: Any
+) -> tuple[Any, Any]:
     reach, carry = reached(roots), flatten(init)[0]
     # Where nothing can be differentiated, a step is evaluated once and reads what it captured as it is.
     live = torch.is_grad_enabled() or in_transform() or swapping() or dual_level_open()
@@ -200,7 +214,7 @@ def run_eager(
         step = Body(body, spec, found, trusted=not live)
         options: dict[str, Any] = {"around": Bindings(reach).restored, "offloaded": spec.offloaded}
         if condition is not None:
-            options["proceed"] = functools.partial(_proceed, step, condition)
+            options["proceed"] = functools.partial(_proceed, step, Called(condition, under_levels()))
         scan, operands = make(step, spec, found, carry, rows, **options)
         again = live and captured(operands)
         try:

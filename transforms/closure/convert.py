@@ -30,6 +30,9 @@ from remat.transforms.compat import (
     at_function_apply,
     cond,
     dual_level_open,
+    function_mode_at,
+    function_modes,
+    function_stack,
     functions_as_they_are,
     graded_under,
     is_batched,
@@ -129,6 +132,17 @@ class ClosureConversion(TorchFunctionMode):
         again.pulls = True
         return again if self.table else contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def _all_in_backward(self) -> Iterator[None]:
+        """The same for a backward inside, and for the substitutions around this one."""
+        swaps = list(active.swaps)
+        stack = [function_mode_at(i) for i in range(function_modes())]
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(function_stack([mode for mode in stack if mode not in swaps]))
+            for mode in swaps:
+                entered.enter_context(mode.in_backward())
+            yield
+
     def __enter__(self) -> Any:
         for around in active.swaps:
             around.pulled = True
@@ -161,7 +175,7 @@ class ClosureConversion(TorchFunctionMode):
         self.hooked = self.hooked or func in _HOOKS
         if func is torch.autograd.grad and not kwargs.get("is_grads_batched", True):
             # This mode is off in here; hooks and custom rules of the backward may read captured tensors.
-            out = graded_under(self.in_backward(), *args, **kwargs)
+            out = graded_under(self._all_in_backward(), *args, **kwargs)
         else:
             out = func(*args, **kwargs)
         self.note(out)

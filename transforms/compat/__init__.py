@@ -56,6 +56,8 @@ from remat.transforms.compat.autograd import (
     SingleLevelFunction,  # an autograd function for one level
     add_batch_dim,  # wrap a tensor for a vmap's level
     allow_hooks,  # accept saved-tensor hooks
+    around_function_apply,  # say how an `autograd.Function` runs below functorch levels, and at one
+    ask_about_function,  # ask a torch-function mode about an `autograd.Function`
     at_backward_end,  # run `callback` when the running backward pass ends
     at_function_apply,  # say what `autograd.Function.apply` goes on with below functorch levels
     at_transforms,  # have some saved-tensor hooks off within transforms of torch.func
@@ -71,6 +73,7 @@ from remat.transforms.compat.autograd import (
     every_level,  # the active functorch levels from the outermost
     forward_ad_active,  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent
     forward_grad_enabled,  # forward mode on or off
+    function_modes_asked,  # whether torch functions ask modes here
     graded_under,  # `torch.autograd.grad` from inside a torch-function mode, with one on meanwhile
     graph_kept,  # whether the running backward keeps its graph
     graph_memory,  # the storage of a tensor in a trace

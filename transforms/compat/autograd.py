@@ -19,6 +19,7 @@ from torch._C._functorch import TransformType
 from torch._functorch import eager_transforms
 from torch._functorch import utils as functorch_utils
 from torch._functorch import vmap as functorch_vmap
+from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
     retrieve_current_functorch_interpreter,
@@ -29,6 +30,7 @@ from torch._functorch.utils import (
 )
 from torch._functorch.vmap import restore_vmap as restore_vmap
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.overrides import handle_torch_function
 
 # -- saved-tensor hooks -------------------------------------------------------------------------------
 # The context manager of torch.autograd.graph costs a Python object and a generator a region; a region may
@@ -229,6 +231,9 @@ at_backward_end: Callable[[Callable[[], None]], None] = (
 _unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = functorch_utils.unwrap_dead_wrappers
 
 
+_APPLY_IN_CPP = not isinstance(torch.autograd.Function.__dict__["apply"], classmethod)
+
+
 _kinds: list[type[Any]] = []
 
 
@@ -259,13 +264,54 @@ def at_function_apply(kind: type[Any]) -> None:
 
     functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
     function: Any = torch.autograd.Function
-    in_cpp = function.__dict__.get("apply")
-    if in_cpp is not None and not isinstance(in_cpp, classmethod):
+    if _APPLY_IN_CPP:
+        in_cpp = function.__dict__["apply"]
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return in_cpp.__get__(None, cls)(*_substituted(args), **kwargs)
 
         function.apply = classmethod(apply)
+
+
+def around_function_apply(below: Callable[..., Any], at_level: Callable[..., Any]) -> None:
+    """From now on an `autograd.Function` runs below functorch levels as `below(apply, cls, args, kwargs)` has
+    it, and at one as `at_level(call)`.
+
+    (Below them `apply` hands on to its base, which has none of its own until 2.14; in 2.15 it is C++.)
+    """
+    function: Any = torch.autograd.Function
+    if not _APPLY_IN_CPP:
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            go_on = functools.partial(super(SingleLevelFunction, cls).apply, *args, **kwargs)
+            return below(go_on, cls, args, kwargs) if issubclass(cls, function) else go_on()
+
+        SingleLevelFunction.apply = classmethod(apply)
+    else:
+        own = function.__dict__["apply"]
+
+        def apply_below(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            go_on = functools.partial(own.__get__(None, cls), *args, **kwargs)
+            return go_on() if in_transform() else below(go_on, cls, args, kwargs)
+
+        function.apply = classmethod(apply_below)
+    kind: Any = type(custom_function_call)
+    as_it_is = kind.__call__
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        go_on = functools.partial(as_it_is, self, *args, **kwargs)
+        return at_level(go_on) if in_transform() else go_on()
+
+    kind.__call__ = called
+
+
+def ask_about_function(cls: Any, args: Any, kwargs: Any) -> Any:
+    """Ask the innermost torch-function mode about an `autograd.Function`, as at a functorch level."""
+    return handle_torch_function(custom_function_call, args, cls, *args, **kwargs)
+
+
+# Whether torch functions ask modes here, of which there are some.
+function_modes_asked: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 
 
 # A transform of torch.func wraps the tensors that it is given for its level, and calls no torch function with

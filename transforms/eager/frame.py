@@ -23,6 +23,7 @@ from remat.transforms.compat import (
     below_autograd,
     below_levels,
     bookkeeping_aside,
+    function_modes_asked,
     functions_as_they_are,
     graph_kept,
     graph_task,
@@ -225,6 +226,9 @@ class Frame(Packer):
         return False
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        if function_modes_asked():  # by a node of C++
+            with functions_as_they_are():
+                return self.pack(tensor)
         recorder = self.recorder
         assert recorder is not None
         if type(tensor) not in PLAIN and wraps(tensor):

@@ -18,7 +18,7 @@ from remat.transforms.ops import lies
 from remat.transforms.pytree import flatten, split, unflatten
 from remat.transforms.region import Region, lessons
 from remat.transforms.sharded import PLAIN, Wrapper, local_tensors, wraps
-from remat.transforms.state import Ambient, RandomState, device_kinds
+from remat.transforms.state import Ambient, RandomState, device_kinds, under_levels
 
 _strided = torch.strided
 _STEERING = frozenset((int, float, str, bool))
@@ -60,6 +60,7 @@ class Inputs:
         self.hooks, self.lessons = top_hooks(), lessons[0]
         self.kinds = device_kinds(self.tensors)
         self.ambient = Ambient(self.kinds)
+        self.levels = active.seen is not None and under_levels()
         self.taps = marks() if active.sessions else ()
         self.random: RandomState | None = None
         self.bindings: Bindings | None = None

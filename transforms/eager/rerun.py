@@ -20,7 +20,7 @@ from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import Operands, memory_of, storage
 from remat.transforms.pytree import flatten
 from remat.transforms.region import Again, recomputing
-from remat.transforms.state import Print, alike, drawing_again, prints_of, same_numbers
+from remat.transforms.state import Called, Print, alike, drawing_again, prints_of, same_numbers
 from remat.transforms.tape import (
     Needs,
     Replay,
@@ -188,6 +188,7 @@ class Rerun:
         end = recomputing(region.name)
         try:
             with standing_in(region.function, self.frame.inputs.given(args, kwargs)) as function:
+                function = Called(function, self.frame.inputs.levels)
                 out = run_innermost(function, region.selector is not None, args, kwargs)
         finally:
             end()

@@ -94,7 +94,15 @@ from remat.transforms.objects import is_tensor
 from remat.transforms.ops import storage
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Region
-from remat.transforms.state import Ambient, RandomState, device_kinds, note
+from remat.transforms.state import (
+    Ambient,
+    Called,
+    RandomState,
+    device_kinds,
+    note,
+    under_levels,
+    users_aside,
+)
 
 # Autograd calls it, also from a backward that compiled code has left to Python.
 uncompiled(Frame.unpack)
@@ -180,15 +188,16 @@ def _run_forward(
 def _graded(leaves: Iterable[Any]) -> bool:
     """Whether plain autograd differentiates a tensor of these, or the innermost level's tangent of one."""
     innermost = depth()
-    for leaf in leaves:
-        if not is_tensor(leaf):
-            continue
-        if unwrapped(leaf).requires_grad:
-            return True
-        if level_of(leaf) == innermost and not is_batched(leaf):
-            tangent = tangent_of(leaf)
-            if tangent is not None and unwrapped(tangent).requires_grad:
+    with functions_as_they_are():
+        for leaf in leaves:
+            if not is_tensor(leaf):
+                continue
+            if unwrapped(leaf).requires_grad:
                 return True
+            if level_of(leaf) == innermost and not is_batched(leaf):
+                tangent = tangent_of(leaf)
+                if tangent is not None and unwrapped(tangent).requires_grad:
+                    return True
     return False
 
 
@@ -304,8 +313,15 @@ def _run_leveled(
     return out
 
 
-@uncompiled
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not function_modes() or (modes_active() and is_tracing()):
+        return _as_primitive(region, args, kwargs)
+    with users_aside():
+        return of_users(_as_primitive, region, args, kwargs)
+
+
+@uncompiled
+def _as_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec, tensors, at = list(args), None, list(args), []
     if kwargs or not all([issubclass(type(arg), torch.Tensor) for arg in args]):
         leaves, spec = flatten((args, kwargs))
@@ -404,6 +420,7 @@ class FlatCall:
         # Who has registered state of their own puts it back: what their objects are bound to is theirs.
         self.bindings = Bindings(reach, states=True, bound=not ambient.captured)
         self.family = Family(region, ambient, world)
+        self.levels = under_levels()
         with functions_as_they_are():
             # Plain autograd saves none of these.
             self.family.inference = any([unwrapped(t).is_inference() for t in self.operands])
@@ -562,6 +579,8 @@ class FlatCall:
 
     def _watched(self, function: Any, args: Any, kwargs: Any) -> Any:
         watch, cache = self.family.watch, self.region.cache
+        if self.family.world is None:
+            function = Called(function, self.levels)
         if watch is None or cache.uses_func or cache.differentiates:
             self.family.watch = None
             return run_innermost(function, self.region.selector is not None, args, kwargs)

@@ -55,7 +55,7 @@ from remat.transforms.functorch.rules import hollow_operand, plain_duals, rewrap
 from remat.transforms.offload import held_tensors
 from remat.transforms.ops import storage
 from remat.transforms.region import compare_pulled
-from remat.transforms.state import RandomState, held_states, noting
+from remat.transforms.state import RandomState, held_states, noting, users_aside
 from remat.transforms.tape import (
     Kept,
     Reachability,
@@ -161,8 +161,15 @@ def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
     return replace(prim, recorded=recorded, sinks=sinks, masks=masks), residuals
 
 
-@uncompiled
 def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[Any]:
+    if ctx.prim.family.world is not None:
+        return _pulled_back(ctx, cotangents, level)
+    with users_aside():
+        return _pulled_back(ctx, cotangents, level)
+
+
+@uncompiled
+def _pulled_back(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[Any]:
     grads: list[Any] = [None] * len(ctx.needs_input_grad)
     saved = _saved(ctx)
     first = len(grads) - len(saved)
@@ -422,7 +429,7 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(with_memory(operands))
         if family.ambient.must_be_restored():
-            stack.enter_context(family.ambient.restored())
+            stack.enter_context(family.ambient.restored(called=True))
         if recorded is not None:
             recorded.check_unwritten()
             needs = recorded.part(prim.present)

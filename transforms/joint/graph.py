@@ -20,6 +20,8 @@ from remat.transforms.compat import (
     at_hand,
     autocasting,
     fake_mode,
+    function_modes_asked,
+    functions_as_they_are,
     hooks_aside,
     is_fake,
     outside_all_modes,
@@ -193,6 +195,9 @@ class JointRecorder(DispatchMode):
         return kept.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function_modes_asked():  # an op of C++: the user's modes know nothing of it
+            with functions_as_they_are():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
         if active.quiet:
             return func(*args, **kwargs)

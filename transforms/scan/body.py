@@ -21,7 +21,7 @@ from remat.transforms.intermediates import Refusal, current, only
 from remat.transforms.objects import is_tensor
 from remat.transforms.pytree import Spec, flatten, merge, paths, unflatten
 from remat.transforms.scan.spec import Leaves, ScanSpec, Structure, Tensors, kind_of
-from remat.transforms.state import note
+from remat.transforms.state import Called, note, under_levels
 
 _AS_IT_IS = contextlib.nullcontext()
 
@@ -51,6 +51,7 @@ class Body:
         trusted: bool = False,
     ) -> None:
         self.function, self.spec, self.captured, self.trusted = function, spec, captured, trusted
+        self.call = Called(function, under_levels())
         self.x_at = [i for i, kind in enumerate(spec.xs.kinds) if kind is not type(None)]
         self.x_blank: Leaves = [None] * len(spec.xs.kinds)
         # The common shapes go without the pytree machinery, which costs more than a small op.
@@ -98,14 +99,14 @@ class Body:
     def _evaluated(self, carry: Leaves, row: Any) -> tuple[list[int], Any]:
         versions = [version(leaf) for leaf in carry]
         state = carry[0] if self.carry_is_leaf else unflatten(carry, self.spec.carry.spec)
-        return versions, self.function(state, row)
+        return versions, self.call(state, row)
 
     def _lean(self, carry: Leaves, row: Any) -> tuple[Leaves, list[torch.Tensor]]:
         """A later step whose carry and y are single leaves: checked by hand, as small steps take longer to
         check than to run."""
         (state,) = carry
         before = version(state)
-        out = self.function(state, row)
+        out = self.call(state, row)
         note(None)
         if type(out) is tuple and len(out) == 2 and version(state) == before and self.ys is not None:
             new, y = out

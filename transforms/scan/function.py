@@ -60,7 +60,7 @@ from remat.transforms.scan.spec import (
     uncached_casts,
     with_step_note,
 )
-from remat.transforms.state import Ambient, RandomState, device_kinds, modes_again, prints_here, user_modes
+from remat.transforms.state import Ambient, RandomState, device_kinds, prints_here, users_aside
 
 
 def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
@@ -75,8 +75,8 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     # Whoever watches (an enclosing region, offloading hooks) must see the states as saved tensors.
     levels, opaque = in_transform(), scan.opaque
     plain = opaque is None and not (levels or top_hooks() or modes_active())
-    record, modes = Record(None if opaque is None else opaque.ambient), user_modes() or scan.modes
-    scan = replace(scan, plain=plain, levels=levels, modes=modes, record=record)
+    record = Record(None if opaque is None else opaque.ambient)
+    scan = replace(scan, plain=plain, levels=levels, record=record)
     scan.record.compared = torch.is_grad_enabled() and any(map(_torch_differentiable, flat))
     out = _Scan.apply(scan, *flat)
     if active.listeners and scan.record.compared:
@@ -100,7 +100,7 @@ class _Scan(torch.autograd.Function):
         if scan.opaque is not None:
             scan.record.final = [None] * len(scan.carry)
             return tuple(scan.opaque.forward(scan, flat))
-        with torch.no_grad(), modes_again(scan.modes):
+        with torch.no_grad():
             carry, ys = run_forward(scan, flat)
         scan.record.final = [None if i in scan.tensors else v for i, v in enumerate(carry)]
         index_states(scan, flat)
@@ -134,7 +134,7 @@ class _Scan(torch.autograd.Function):
         if not graph_kept():
             ctx.scan = ctx.consts = None  # with what the body holds
         needs = tuple(ctx.needs_input_grad[1:])
-        with consts.unread(scan):
+        with users_aside(), consts.unread(scan):
             return _Scan._pulled(scan, needs, consts.among(saved), cts[: ctx.outputs])
 
     @staticmethod
@@ -212,7 +212,7 @@ class _PullBack(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3:]
         tensors = ctx.saved_tensors
         at = [i for i, want in enumerate(wanted) if want and i not in _kept_range(ctx, tensors)]
-        with as_in_forward(ctx.scan, seeded=True):
+        with users_aside(), as_in_forward(ctx.scan, seeded=True):
             made: Any = torch.func.vjp(_pull_back_at(ctx, tensors, at), *(tensors[i] for i in at))
             full = [torch.zeros_like(t) if ct is None else ct for t, ct in zip(made[0], cts, strict=True)]
             grads = dict(zip(at, made[1](tuple(full)), strict=True))

@@ -163,8 +163,6 @@ class Scan:
     # dimensions. (jacrev is such a vmap.) Steps are evaluated again without them; only pulling is batched.
     over: tuple[tuple[int, str], ...] = ()
     values: Primals | None = None
-    # The user's at the call. Inside of a Function torch.func has put all torch-function modes aside.
-    modes: tuple[Any, ...] = ()
 
     @property
     def reverse(self) -> bool:
@@ -362,7 +360,7 @@ def as_in_forward(scan: Scan, *, seeded: bool = False) -> Iterator[None]:
     assert record.ambient is not None
     with contextlib.ExitStack() as stack:
         if record.ambient.differs():
-            stack.enter_context(record.ambient.restored())
+            stack.enter_context(record.ambient.restored(called=True))
         if record.ambient.casts:
             stack.enter_context(uncached_casts())
         if scan.around is not None:

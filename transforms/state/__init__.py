@@ -12,7 +12,6 @@ from remat.transforms.state.ambient import (
     generators_again,  # let generators begin where they were, and leave them as they are
     held_states,  # what generator states take, for reports
     in_backward,  # that substitution again, for the backward
-    modes_again,  # have the user's torch-function modes on, those aside that are
     note,  # a function has run under this substitution, or as it is
     noting,  # what a function returns, and the substitution of captured tensors that it ran under
     prints_here,  # `prints_of`, none where ops are left out
@@ -21,7 +20,12 @@ from remat.transforms.state.ambient import (
     registered,  # what users want captured before a forward and put back around its recomputation
     same_numbers,  # whether two tensors have the same numbers
     switches_put_back,  # leave switches as they are, whatever is turned inside
+)
+from remat.transforms.state.function_modes import (
+    Called,  # a function of the user's, whose torch functions ask modes as where it was called
+    under_levels,  # whether the user's code at hand was called at a level of torch.func
     user_modes,  # the user's torch-function modes that are on, and the default device
+    users_aside,  # the engine works, and asks none of them
 )
 from remat.transforms.state.functional_rng import (
     can_seed,  # whether `draw` knows this op

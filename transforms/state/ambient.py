@@ -13,11 +13,8 @@ import torch
 
 from remat.transforms.compat import (
     CompactState,
-    DeviceContext,
     autocasting,
-    function_mode_at,
     function_modes,
-    function_stack,
     functions_as_they_are,
     has_drawn,
     in_transform,
@@ -36,6 +33,7 @@ from remat.transforms.errors import RematError
 from remat.transforms.objects import is_tensor
 from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import smooth
+from remat.transforms.state.function_modes import just_these_modes, user_modes, users_in_place
 
 _READERS = tuple(read for read, _ in switches)
 _ONLY_CPU = ("cpu",)
@@ -63,9 +61,9 @@ class Ambient:
             self.casts = any([dtype is not None for _, dtype in self.autocast])
 
     @contextlib.contextmanager
-    def restored(self, casts: bool = True) -> Iterator[None]:
+    def restored(self, casts: bool = True, called: bool = False) -> Iterator[None]:
         """Put it back for a while; without `casts` for ops below autocast and below torch functions, whose
-        casts and modes have had their say."""
+        casts and modes have had their say. `called`: the function is `Called`, and a backward follows it."""
         with contextlib.ExitStack() as stack:
             stack.callback(_write_switches, [read() for read in _READERS])
             _write_switches(self.switches)
@@ -79,7 +77,8 @@ class Ambient:
                 again = [mode for mode in user_modes() if mode not in before] if self.captured else []
                 kinds = {type(mode) for mode in again}
                 own = [mode for mode in self.modes if type(mode) not in kinds]
-                stack.enter_context(just_these_modes([*own, *again]))
+                put_on = users_in_place if called else just_these_modes
+                stack.enter_context(put_on([*own, *again]))
             yield
 
     def switches_differ(self) -> bool:
@@ -108,51 +107,6 @@ def switches_put_back() -> Iterator[None]:
         yield
     finally:
         _write_switches(before)
-
-
-def user_modes() -> tuple[Any, ...]:
-    """The user's torch-function modes that are on, the outermost first, and in the place of a default device
-    the device. Those of torch and of regions are not the user's."""
-    if not function_modes():
-        return ()
-    found = filter(_is_users, _stack())
-    return tuple([mode.device if isinstance(mode, DeviceContext) else mode for mode in found])
-
-
-@contextlib.contextmanager
-def modes_again(modes: Sequence[Any]) -> Iterator[None]:
-    """Within, these are on, too."""
-    there = user_modes() if modes else ()
-    if not (missing := [mode for mode in modes if mode not in there]):
-        yield
-        return
-    with function_stack([*_stack(), *map(_entered, missing)]):
-        yield
-
-
-@contextlib.contextmanager
-def just_these_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Within, these of the user's torch-function modes are on and no others; those of torch and of regions
-    stay."""
-    if tuple(modes) == user_modes():
-        yield
-        return
-    others = [mode for mode in _stack() if not _is_users(mode)]
-    with function_stack([*map(_entered, modes), *others]):
-        yield
-
-
-def _stack() -> list[Any]:
-    """The torch-function modes that are on, the outermost first."""
-    return [function_mode_at(i) for i in range(function_modes())]
-
-
-def _is_users(mode: Any) -> bool:
-    return isinstance(mode, DeviceContext) or not type(mode).__module__.startswith(("torch.", "remat."))
-
-
-def _entered(mode: Any) -> Any:
-    return DeviceContext(mode) if isinstance(mode, torch.device) else mode
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:
@@ -369,13 +323,21 @@ class in_backward:  # a class, since every step of a scan enters it
 
     def __init__(self, last: Any) -> None:
         self.inner = contextlib.nullcontext() if last is None else last.in_backward()
+        # Its hooks and custom rules are the user's code again, under the modes of the pass.
+        self.before = active.users, active.passing
+        modes = active.passing
+        self.modes = contextlib.nullcontext() if modes is None else just_these_modes(modes)
 
     def __enter__(self) -> None:
         active.noted.append(None)
         self.inner.__enter__()
+        self.modes.__enter__()
+        active.users = active.passing = None
 
     def __exit__(self, *raised: Any) -> None:
         active.noted.pop()
+        active.users, active.passing = self.before
+        self.modes.__exit__(*raised)
         self.inner.__exit__(*raised)
 
 

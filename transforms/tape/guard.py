@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat import DispatchMode, is_strided
+from remat.transforms.compat import DispatchMode, function_modes_asked, functions_as_they_are, is_strided
 from remat.transforms.context import active, quiet
 from remat.transforms.offload import send
 from remat.transforms.ops import (
@@ -146,6 +146,9 @@ class GuardMode(Recorder):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function_modes_asked():  # an op of C++: the user's modes know nothing of it
+            with functions_as_they_are():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         if active.quiet:
             return func(*args, **kwargs) if kwargs else func(*args)
         if types and self.takes_apart(types, args):

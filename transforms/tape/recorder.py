@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from remat.transforms.compat import groups_in, memory_is_real
+from remat.transforms.compat import function_modes_asked, functions_as_they_are, groups_in, memory_is_real
 from remat.transforms.context import active, on_scratch, quiet, scratch_around
 from remat.transforms.errors import RematError, user_place
 from remat.transforms.ops import (
@@ -123,6 +123,9 @@ class Recorder(WriteWatch):
         return len(self.tape.nodes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function_modes_asked():  # an op of C++: the user's modes know nothing of it
+            with functions_as_they_are():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
         if active.quiet:
             return func(*args, **kwargs)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat.transforms.closure import of_captured
-from remat.transforms.compat import memory_is_real
+from remat.transforms.compat import function_modes_asked, functions_as_they_are, memory_is_real
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError, not_repeated, written
 from remat.transforms.ops import (
@@ -106,6 +106,9 @@ class Replay(Mode):
         return self.at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function_modes_asked():  # an op of C++: the user's modes know nothing of it
+            with functions_as_they_are():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
         if types and not active.quiet and self.takes_apart(types, args):
             return NotImplemented

@@ -1,0 +1,253 @@
+"""A torch-function mode of the user's is asked what it is asked without regions and scans, about an
+`autograd.Function` too: at a level of torch.func about it as a whole, in plain autograd about what it calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
+from torch.overrides import TorchFunctionMode
+
+from remat import remat, save_matmuls, scan_remat, while_remat
+from tests.helpers import rand
+
+
+class Changes(TorchFunctionMode):
+    """Changes what some functions give."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 1.25 if func in (torch.sin, Tensor.sin, torch.tanh, Tensor.tanh) else out
+
+
+class OfFunctions(TorchFunctionMode):
+    """Changes what an `autograd.Function` gives, where it is asked about that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 3.0 if str(func) == "custom_function_call" else out
+
+
+class Every(TorchFunctionMode):
+    """Changes whatever it is asked about that gives a tensor of floats."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.autograd.grad, Tensor.requires_grad_, Tensor.sum) or "__get__" in str(func):
+            return out
+        return out * 1.01 if isinstance(out, Tensor) and out.is_floating_point() else out
+
+
+class Told(TorchFunctionMode):
+    """Notes what it is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+class Sin(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return ct * torch.sin(ctx.saved_tensors[0] + 0.3)
+
+
+class Pushed(torch.autograd.Function):
+    """With rules of its own."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return ct * torch.sin(ctx.saved_tensors[0] + 0.3)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent * ctx.saved_tensors[0].sin()
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, x: Tensor) -> Any:
+        return Pushed.apply(x), dims[0]
+
+
+class Old(torch.autograd.Function):
+    """Torch runs it in plain autograd alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.sin(x)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return ct * torch.sin(ctx.saved_tensors[0] + 0.3)
+
+
+scripted = torch.jit.script(torch.nn.Tanh())
+
+
+def in_a_mode(x: Tensor) -> Tensor:
+    """The function itself enters one."""
+    with Changes():
+        return Sin.apply(x) * x.sin()
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "generated": lambda x: Sin.apply(x) * x,
+    "own rules": lambda x: Pushed.apply(x.sin()).cos(),
+    "old": lambda x: Old.apply(x) * x,
+    "nested": lambda x: Pushed.apply(Sin.apply(x).tanh()),
+    "scripted": lambda x: scripted(x) * x,
+    "a transform inside": lambda x: grad(lambda y: Pushed.apply(y).sum())(x) * x + x.sin(),
+    "a mode inside": in_a_mode,
+}
+
+
+def total(fn: Any) -> Any:
+    return lambda x: fn(x).sum()
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_()
+
+
+def backward_within(fn: Any, x: Tensor) -> Tensor:
+    """Custom rules run under the mode here, as torch.autograd.backward is no torch function."""
+    y = leaf(x)
+    torch.autograd.backward(fn(y).sum())
+    assert y.grad is not None
+    return y.grad
+
+
+def twice(fn: Any, x: Tensor) -> Tensor:
+    y = leaf(x)
+    (first,) = torch.autograd.grad(fn(y).sum(), y, create_graph=True)
+    return torch.autograd.grad(first.sum(), y)[0]
+
+
+WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "alone": lambda fn, x: fn(x),
+    "backward": lambda fn, x: torch.autograd.grad(fn(y := leaf(x)).sum(), y)[0],
+    "backward within": backward_within,
+    "twice": twice,
+    "grad": lambda fn, x: grad(total(fn))(x),
+    "vmap of grad": lambda fn, x: vmap(grad(total(fn)))(x),
+    "jvp": lambda fn, x: jvp(fn, (x,), (x,))[1],
+    "vjp": lambda fn, x: vjp(fn, x)[1](x)[0],
+    "grad of grad": lambda fn, x: grad(total(grad(total(fn))))(x),
+    "backward of grad": lambda fn, x: torch.autograd.grad(grad(total(fn))(y := leaf(x)).sum(), y)[0],
+    "jacfwd": lambda fn, x: jacfwd(fn)(x),
+    "hessian": lambda fn, x: hessian(total(fn))(x),
+}
+
+
+def scanned(fn: Any) -> Any:
+    return lambda x: scan_remat(lambda h, _: (fn(h), None), x, length=2, checkpoints=1)[0]
+
+
+def looped(fn: Any) -> Any:
+    def run(x: Tensor) -> Tensor:
+        more, body = (lambda c: c[1] < 2), (lambda c: (fn(c[0]), c[1] + 1))
+        return while_remat(more, body, (x, 0), checkpoints=2, max_steps=5)[0]
+
+    return run
+
+
+WITH: dict[str, tuple[int, Callable[[Any], Any]]] = {
+    "region": (1, remat),
+    "products kept": (1, lambda fn: remat(fn, policy=save_matmuls)),
+    "region in a region": (1, lambda fn: remat(lambda x: remat(fn)(x))),
+    "scan": (2, scanned),
+    "loop": (2, looped),
+    "scan of regions": (2, lambda fn: scanned(remat(fn))),
+    "scan in a region": (2, lambda fn: remat(scanned(fn))),
+}
+
+
+@contextlib.contextmanager
+def both() -> Iterator[None]:
+    with Changes(), OfFunctions():
+        yield
+
+
+MODES: dict[str, Callable[[], Any]] = {"inside": Changes, "whole": OfFunctions, "both": both, "every": Every}
+# Torch refuses a Function without `setup_context` at its levels.
+PLAIN = ("alone", "backward", "backward within", "twice")
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_mode_changes_what_it_changes_without(function: str, way: str) -> None:
+    if function == "old" and way not in PLAIN:
+        pytest.skip("torch refuses it")
+    if function == "scripted" and way not in (*PLAIN, "grad", "vjp"):
+        pytest.skip("torch gives other numbers from its second call on")
+    fn, x = FUNCTIONS[function], rand(3, 4)
+    for mode in MODES.values():
+        with mode():
+            try:
+                expected = {1: WAYS[way](fn, x), 2: WAYS[way](lambda x: fn(fn(x)), x)}
+            except RuntimeError:
+                continue  # torch refuses it
+        for name, (times, make) in WITH.items():
+            made = make(fn)
+            for _ in range(2):
+                with mode():
+                    found = WAYS[way](made, x)
+                torch.testing.assert_close(found, expected[times], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("way", ["backward", "grad", "vmap of grad", "vjp"])
+@pytest.mark.parametrize("function", ["generated", "own rules", "nested"])
+def test_a_mode_is_told_the_same(function: str, way: str) -> None:
+    fn, x = FUNCTIONS[function], rand(3, 4)
+    with Told() as without:
+        WAYS[way](fn, x)
+    region = remat(fn)
+    for _ in range(2):
+        with Told() as told:
+            WAYS[way](region, x)
+        assert told.names == without.names
+
+
+@pytest.mark.parametrize("name", WITH)
+@pytest.mark.parametrize("way", ["twice", "grad of grad", "backward of grad", "jvp"])
+def test_a_mode_is_told_nothing_of_the_engine(way: str, name: str) -> None:
+    """Where the function runs again the mode is asked again, about what the user calls."""
+    times, make = WITH[name]
+    x, fn = rand(3, 4), FUNCTIONS["own rules"]
+    with Told() as without:
+        WAYS[way](fn if times == 1 else lambda x: fn(fn(x)), x)
+    made = make(fn)
+    for _ in range(2):
+        with Told() as told:
+            WAYS[way](made, x)
+        assert set(told.names) <= set(without.names)
+        assert told.names.count("custom_function_call") >= without.names.count("custom_function_call")
