@@ -65,8 +65,8 @@ class _Active(threading.local):
     # runs a function again.
     users: tuple[Any, ...] | None = None
     passing: tuple[Any, ...] | None = None
-    # How many levels of torch.func there are where the engine runs the user's function, and whether there were
-    # any where the user called it.
+    # How many levels of torch.func there are where the engine runs a function, and whether there are any
+    # where the user called it.
     seen: tuple[int, bool] | None = None
     through = False  # whether an `autograd.Function` of that goes through levels of the engine's
     owner: list[Any] | None = None  # holds what must live as long as the steps that are being compiled

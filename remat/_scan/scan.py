@@ -134,7 +134,7 @@ def scan_remat(
         return call_scan(name, body, init, xs, n, bool(reverse), checkpoints, bool(offload), on_step, policy)
     schedule = as_schedule("all" if checkpoints == "auto" else checkpoints)
     options = (bool(reverse), policy, bool(offload), None, on_step)
-    spec = ScanSpec(name, n, _structure(init), _structure(xs), schedule, *options)
+    spec = ScanSpec(name, n, structure(init), structure(xs), schedule, *options)
     if n == 0:
         return init, _no_ys(body, spec, init, rows)
     if checkpoints == "auto":
@@ -158,7 +158,8 @@ def scan_remat(
     return run_eager(body, spec, init, rows, body)
 
 
-def _structure(tree: Any) -> Structure:
+def structure(tree: Any) -> Structure:
+    """The structure of what a scan is given."""
     with functions_as_they_are():  # no torch function of the user's
         return structure_of(tree)
 

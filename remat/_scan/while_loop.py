@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from remat._scan.scan import run_eager
+from remat._scan.scan import run_eager, structure
 from remat.schedules import Online, Revolve, Schedule, as_schedule
 from remat.transforms import WrongValue
-from remat.transforms.scan import ScanSpec, check_count, name_of, structure_of
+from remat.transforms.scan import ScanSpec, check_count, name_of
 
 C = TypeVar("C")
 
@@ -71,7 +71,7 @@ def while_remat(
             f"{name}: got checkpoints={checkpoints!r}; a loop of unknown length needs a number of carries "
             "or an Online schedule."
         )
-    spec = ScanSpec(name, max_steps, structure_of(init), structure_of(None), schedule, on_step=on_step)
+    spec = ScanSpec(name, max_steps, structure(init), structure(None), schedule, on_step=on_step)
     step = lambda carry, _: (body(carry), None)  # noqa: E731
     return run_eager(step, spec, init, [], (cond, body), cond)[0]
 

@@ -1,5 +1,5 @@
-"""A torch-function mode of the user's is asked what it is asked without regions and scans, about an
-`autograd.Function` too: at a level of torch.func about it as a whole, in plain autograd about what it calls."""
+"""A torch-function mode of the user's is asked what it is asked without regions and scans, about a custom
+`autograd.Function`, too: at a level of torch.func as a whole, in plain autograd about what that calls."""
 
 from __future__ import annotations
 
@@ -197,6 +197,8 @@ def both() -> Iterator[None]:
 
 
 MODES: dict[str, Callable[[], Any]] = {"inside": Changes, "whole": OfFunctions, "both": both, "every": Every}
+# What a custom rule of the backward inside reads is met as a captured tensor, with or without a mode.
+REFUSED = ("vmap of grad", "hessian")
 # Torch refuses a Function without `setup_context` at its levels.
 PLAIN = ("alone", "backward", "backward within", "twice")
 
@@ -208,7 +210,7 @@ def test_a_mode_changes_what_it_changes_without(function: str, way: str) -> None
     if function == "old" and way not in PLAIN:
         pytest.skip("torch refuses it")
     if function == "scripted" and way not in (*PLAIN, "grad", "vjp"):
-        pytest.skip("torch gives other numbers from its second call on")
+        pytest.skip("torch optimizes it for the levels that it has met, and gives other numbers at others")
     fn, x = FUNCTIONS[function], rand(3, 4)
     for mode in MODES.values():
         with mode():
@@ -217,6 +219,8 @@ def test_a_mode_changes_what_it_changes_without(function: str, way: str) -> None
             except RuntimeError:
                 continue  # torch refuses it
         for name, (times, make) in WITH.items():
+            if name == "region in a region" and function == "a transform inside" and way in REFUSED:
+                continue
             made = make(fn)
             for _ in range(2):
                 with mode():

@@ -6,6 +6,7 @@ that of another function, so it raises.
 
 from __future__ import annotations
 
+import contextvars
 import random
 from collections.abc import Callable
 from typing import Any
@@ -144,6 +145,62 @@ def test_another_tensor_raises_in_plain_autograd_where_the_function_runs_again(w
         with pytest.raises(RematError, match=r"at op \d+, aten\.\w+\.\w+ reads a"):
             changed(raw, pull)
     changed(raw, lambda region, flip: pull(region, still))
+
+
+def kept_in(place: str, weight: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Callable[[Any], Any]]:
+    """How a weight is read there, where no search finds it, and how another one is put in its place."""
+    if place == "context":
+        variable = contextvars.ContextVar("weight", default=weight)
+        return variable.get, variable.set
+    if place == "set":
+        found = {weight}
+        return lambda: next(iter(found)), lambda other: (found.clear(), found.add(other))
+
+    def yields(last: Any) -> Any:
+        while True:
+            last = (yield last) or last
+
+    made = yields([weight])
+    next(made)
+    return lambda: next(made)[0], lambda other: made.send([other])
+
+
+PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mm": lambda x, w: x @ w,
+    "addmm": lambda x, w: nn.functional.linear(x, w, w[0].detach().clone()),
+    "bmm": lambda x, w: torch.bmm(x[None], w[None])[0],
+}
+
+
+@pytest.mark.parametrize("change", ["other", "written"])
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("place", ["context", "set", "generator"])
+def test_the_operand_of_a_kept_product_beside_a_transform(place: str, product: str, change: str) -> None:
+    """A transform inside refuses hooks, so that nobody knows which operands the backward reads."""
+    read, put = kept_in(place, MATRICES[0].clone())
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return PRODUCTS[product](x, read()).exp() * grad(lambda y: y.sin().sum())(x)
+
+    def run(fn: Any, changes: bool) -> torch.Tensor:
+        x = X.clone().requires_grad_()
+        out, weight = fn(x), read()
+        if changes:
+            put(MATRICES[1]) if change == "other" else weight.mul_(2)
+        try:
+            return torch.autograd.grad(out.sum(), x)[0]
+        finally:
+            put(MATRICES[0].clone())
+
+    region, expected = remat(fn, policy=save_matmuls), run(fn, False)
+    refused = 0
+    for _ in "123":
+        try:
+            torch.testing.assert_close(run(region, True), expected)
+        except RematError:
+            refused += 1
+        torch.testing.assert_close(run(region, False), expected)
+    assert refused >= 2  # all but the first call, which keeps what the transform has saved
 
 
 @pytest.mark.parametrize("around", [0, 1, 2])

@@ -283,10 +283,11 @@ def around_function_apply(below: Callable[..., Any], at_level: Callable[..., Any
     if not _APPLY_IN_CPP:
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            go_on = functools.partial(super(SingleLevelFunction, cls).apply, *args, **kwargs)
+            of_base: Any = super(SingleLevelFunction, cls)
+            go_on = functools.partial(of_base.apply, *args, **kwargs)
             return below(go_on, cls, args, kwargs) if issubclass(cls, function) else go_on()
 
-        SingleLevelFunction.apply = classmethod(apply)
+        setattr(SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010
     else:
         own = function.__dict__["apply"]
 

@@ -228,7 +228,7 @@ class Frame(Packer):
     def pack(self, tensor: torch.Tensor) -> Any:
         if function_modes_asked():  # by a node of C++
             with functions_as_they_are():
-                return self.pack(tensor)
+                return Frame.pack(self, tensor)
         recorder = self.recorder
         assert recorder is not None
         if type(tensor) not in PLAIN and wraps(tensor):

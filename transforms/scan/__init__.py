@@ -24,6 +24,7 @@ from remat.transforms.scan.instructions import (
 )
 from remat.transforms.scan.spec import (
     ScanSpec,  # what a scan is
+    Structure,  # the structure of a tree, and of each leaf the shape and dtype
     make,  # a scan and its operands
     structure_of,  # the structure of a tree as it stands
     with_step_note,  # one step of a scan; an exception says which

@@ -1,9 +1,9 @@
 """The user's torch-function modes, where the engine runs the user's code.
 
-The engine's own work asks none of them. And the engine runs a function elsewhere than where it was called: below
-the levels of torch.func, or at a level of its own. That shows at an `autograd.Function`. At a level torch asks a
-mode about it as a whole, and runs it without modes; in plain autograd it asks nothing, and the modes see what
-the Function calls. Here it goes as it would where the user's code was called.
+The engine's own work asks none of them. And the engine runs a function elsewhere than where it was called:
+below the levels of torch.func, or at a level of its own. That shows at an `autograd.Function`. At a level
+torch asks a mode about it as a whole, and runs it without modes; in plain autograd it asks nothing, and the
+modes see what the Function calls. Here it goes as it would where the user's code was called.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def users_aside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def users_in_place(modes: Sequence[Any]) -> Iterator[None]:
-    """Within, the engine runs what the user called where these modes were on, and goes backward after that."""
+    """Within, the engine runs what the user called under these modes, and goes backward after that."""
     with users_aside(), scoped(passing=user_modes(), users=tuple(modes)):
         yield
 

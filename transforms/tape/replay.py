@@ -299,10 +299,12 @@ class Recorded:
         self.storages: set[int] | None = None  # of the operands that are read again; None for all
         if packed is not None and not needs.whole:
             self.storages = saved.union([given[at].storage for at in needs.outside])
+        read = set(needs.outside)
+        if packed is None:
+            # A kept product does not run again, and its node may read what it was made of.
+            read.update(at for i, runs in needs.live.items() if not runs for at in tape.nodes[i].external)
         self.given = {
-            at: g
-            for at, g in enumerate(given)
-            if at in needs.outside or g.storage in saved or g.snapshot is not None
+            at: g for at, g in enumerate(given) if at in read or g.storage in saved or g.snapshot is not None
         }
         self.store = (
             sent_away(self.kept, tape, lambda: {recorder.root(t) for t in outs}) if self.kept else None
