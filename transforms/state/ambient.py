@@ -52,7 +52,7 @@ class Ambient:
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = [read() for read in _READERS]
         self.captured = [(replay, capture()) for capture, replay in registered.values()] if registered else ()
-        self.modes = user_modes()
+        self.modes = user_modes() if function_modes() or active.users is not None else ()
         # Whether autocast was on for any of the devices, and what it cast to.
         self.casts = False
         self.autocast: tuple[tuple[str, torch.dtype | None], ...] = _NO_AUTOCAST
@@ -92,7 +92,10 @@ class Ambient:
 
     def differs(self) -> bool:
         """Whether the present state is another than the snapshot."""
-        if self.captured or self.switches_differ() or self.modes != user_modes():
+        if self.captured or self.switches_differ():
+            return True
+        there = function_modes() or active.users is not None
+        if self.modes != (user_modes() if there else ()):
             return True
         if not self.casts and not autocasting():
             return False
