@@ -131,8 +131,8 @@ WALKS: dict[str, Callable[[], Walk]] = {
 LIMITS = {
     "eager, second call": 10,
     "torch.func.grad, second call": 17,
-    "torch.compile, tracing": 18,
-    "scan": 15,
+    "torch.compile, tracing": 19,
+    "scan": 16,
 }
 
 

@@ -420,7 +420,7 @@ class FlatCall:
         # Who has registered state of their own puts it back: what their objects are bound to is theirs.
         self.bindings = Bindings(reach, states=True, bound=not ambient.captured)
         self.family = Family(region, ambient, world)
-        self.levels = under_levels()
+        self.levels = world is None and under_levels()
         with functions_as_they_are():
             # Plain autograd saves none of these.
             self.family.inference = any([unwrapped(t).is_inference() for t in self.operands])
