@@ -176,6 +176,8 @@ class ClosureConversion(TorchFunctionMode):
         if func is torch.autograd.grad and not kwargs.get("is_grads_batched", True):
             # This mode is off in here; hooks and custom rules of the backward may read captured tensors.
             out = graded_under(self._all_in_backward(), *args, **kwargs)
+            for mode in active.swaps:  # those around are asked nothing
+                mode.note(out)
         else:
             out = func(*args, **kwargs)
         self.note(out)

@@ -188,7 +188,7 @@ def _run_forward(
 def _graded(leaves: Iterable[Any]) -> bool:
     """Whether plain autograd differentiates a tensor of these, or the innermost level's tangent of one."""
     innermost = depth()
-    with functions_as_they_are():
+    with users_aside():
         for leaf in leaves:
             if not is_tensor(leaf):
                 continue
