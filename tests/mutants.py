@@ -7,6 +7,7 @@ It draws an operator, then a place for it, in the body of a function of `transfo
 collected once. A first run has a mark in each of these places, and says which tests come by. Then each mutant
 runs in a fork, which has its function's code exchanged, with the tests that come by, up to the first failure:
 those of the bank, and apart from them the others. Subprocesses of tests find the mutant in the copy's file.
+The last column, the verdict on a survivor, is written by hand.
 Module level, defaults, annotations, messages of errors and `__repr__` are left as they are.
 """
 
@@ -474,7 +475,7 @@ class Run:
             table = csv.writer(out, lineterminator="\n")
             table.writerow(
                 "number file line function operator before after "
-                "bank bank_test bank_tests suite suite_test suite_tests commit seed".split()
+                "bank bank_test bank_tests suite suite_test suite_tests commit seed verdict".split()
             )
             for number, one in enumerate(self.drawn):
                 row: list[Any] = [number, one.path, one.line, one.function, one.operator]
@@ -482,7 +483,7 @@ class Run:
                 for part in ("bank", "suite"):
                     got = self._done(part, number) or {"outcome": "not run", "test": "", "run": 0, "reach": 0}
                     row += [got["outcome"], got["test"], f"{got['run']} of {got['reach']}"]
-                table.writerow([*row, self.options.commit, self.options.seed])
+                table.writerow([*row, self.options.commit, self.options.seed, ""])
 
 
 def main() -> int:

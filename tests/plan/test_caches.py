@@ -111,6 +111,7 @@ CHANGES = {
     "a hook": lambda box: box["block"][1].register_forward_hook(lambda m, a, out: out * 2),
     "a layer": lambda box: box["block"].append(torch.nn.ReLU()),
     "another function": lambda box: box.update(act=torch.cos),
+    "what a table's method reads": lambda box: box["table"].update(n=2.0),
     "the default dtype": lambda box: torch.set_default_dtype(torch.float64),
 }
 
@@ -118,10 +119,12 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_the_ops_is_planned_anew(traced, change):
     box = {"block": model(), "scale": 2.0, "flags": [], "tensor": torch.ones(8), "act": torch.sin}
+    box["table"] = {"n": 1.0}
 
     def made():
         block, scale, flags, tensor, act = (box[k] for k in ("block", "scale", "flags", "tensor", "act"))
-        return lambda x: act(block(x) * scale * len([*flags, 1]) + tensor)
+        get = box["table"].get
+        return lambda x: act(block(x) * scale * len([*flags, 1]) * get("n") + tensor)
 
     step(remat(made(), policy=checkpoint_policy(budget=0.5)))
     step(remat(made(), policy=checkpoint_policy(budget=0.5)))

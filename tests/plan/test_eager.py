@@ -14,7 +14,7 @@ from remat import checkpoint_policy, remat, save_nothing, saved_residuals, scan_
 from remat.plan import BudgetPolicy, Flops, Plan, plan_model
 from remat.transforms.errors import RematError
 from remat.transforms.tape.observers import listen
-from tests.helpers import crossed, same, sparse
+from tests.helpers import OpCounter, crossed, same, sparse
 from tests.plan.models import GPTBlock
 
 BUDGETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, "free")
@@ -218,6 +218,16 @@ def test_kept_bytes_under_torch_func(name):
     saved = [k.op for k in heard if k.why == "policy"]
     # tanh's and gelu's operands, the sine's and the last product: matmul results, none of them twice.
     assert saved and len(saved) <= 5
+
+
+def test_a_budget_is_as_good_inside_a_level_of_vmap():
+    """Of two products one is kept, whichever transform is around the other."""
+    w, x = torch.randn(4, 4), torch.randn(5, 4)
+    region = remat(lambda x: torch.tanh(torch.tanh(x @ w) @ w).sin(), policy=checkpoint_policy(budget=0.5))
+    for _ in range(2):
+        with OpCounter() as ops:
+            grad(lambda x: vmap(region)(x).sum())(x)
+        assert ops.dots == 5
 
 
 def test_one_budget_over_the_regions_of_a_model():

@@ -90,6 +90,17 @@ def test_a_rule_is_asked_in_the_first_forward_alone_unless_it_says_otherwise():
         assert counts[0] and counts == [counts[0]] * 3 if again else counts[1:] == [0, 0]
 
 
+def test_a_rule_is_asked_no_more_once_a_forward_turned_off_for_good():
+    turned, counts = False, []
+    region = remat(lambda x: (x.cos().exp() if turned else x.sin()).tanh(), policy=checkpoint_policy(named_h))
+    for turned in (False, False, True, True, True, True):  # noqa: B007 (the region reads it)
+        ASKED.clear()
+        region(X).sum().backward()
+        counts.append(len(ASKED) > 0)
+    # The first that turned off is recorded from there on, the second from its start.
+    assert counts == [True, False, True, True, False, False]
+
+
 def test_a_rule_that_looks_at_the_region_is_asked_for_each():
     policy = checkpoint_policy(lambda info: info.region == "keeps" and "tanh" in str(info.op))
     for name in ("keeps", "keeps", "drops", "keeps"):

@@ -210,6 +210,18 @@ def test_what_a_step_of_a_scan_stores_may_be_left(case):
         same(calls(ours)[call](), calls(plain)[call]())
 
 
+def test_a_table_stored_under_nested_levels_is_a_number_after_them():
+    """Torch's own is a wrapper of levels that are gone, which the next transform refuses."""
+    tables: dict[str, torch.Tensor] = {}
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x * tables.setdefault("t", (2 * x).detach())).sin().sum()
+
+    x = rand(3)
+    same(hessian(remat(fn))(x), torch.diag(-4 * x**2 * (2 * x * x).sin()))
+    same(grad(lambda x: (x * tables["t"]).sum())(x), 2 * x)
+
+
 def test_a_table_that_a_step_caches_may_be_read():
     ours = Model(scanned, table, lambda m: m.table)
     plain = Model(lambda f: lambda x: f(f(x)), table, lambda m: m.table)
