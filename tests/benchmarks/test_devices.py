@@ -23,8 +23,8 @@ from benchmarks.suite.cases import NO_TIME, Case, Measured
 from benchmarks.suite.dry import MEMORY, Live, estimate
 from benchmarks.suite.panel import Panel
 from benchmarks.suite.suites import SUITES
-from remat.cli.measure import trace_memory
 from tests.benchmarks.test_suites import stub, tiny
+from tests.inside import trace_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

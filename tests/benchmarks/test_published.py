@@ -2,7 +2,7 @@
 
 from benchmarks.common.records import RESULTS, by_mode
 from benchmarks.published import STEPS, row
-from remat._core import parse_bytes
+from tests.inside import parse_bytes
 
 DOCS = RESULTS.parents[1] / "docs" / "without-gpu.md"
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from benchmarks.common.models import Around, named
 from remat import RematError, remat, save_matmuls, save_nothing
-from remat.cli.measure import trace_memory
 from remat.gpu import Simulation, compile_for, trace
 from remat.transforms.compat.gpu import lowered
 from tests.helpers import TORCH
+from tests.inside import trace_memory
 
 DEPTH = 3
 

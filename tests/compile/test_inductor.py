@@ -15,10 +15,10 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from remat import remat, save_matmuls, save_nothing
-from remat.cli.measure import trace_memory
 from remat.transforms.compat import inductor as _taught  # noqa: F401
 from tests.compiled import compiled
 from tests.helpers import rand, same
+from tests.inside import trace_memory
 
 
 @pytest.fixture(autouse=True)

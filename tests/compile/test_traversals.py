@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import remat, save_matmuls, save_nothing
-from remat.cli.measure import trace_memory
 from remat.gpu import Simulation, trace
 from remat.transforms.compat.gpu import lowered
+from tests.inside import trace_memory
 
 WIDE, ROWS = 64, 512
 

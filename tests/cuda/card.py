@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import checkpoint_name, remat
-from remat.cli.measure import trace_memory
+from tests.inside import trace_memory
 
 ON_A_CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 WIDTH, HEADS, LENGTH = 256, 4, 128

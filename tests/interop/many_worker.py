@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import remat
 from remat import RematError, checkpoint_policy, save_matmuls, save_nothing
-from remat.cli.measure import trace_memory
 from remat.debug import assert_recomputed
 from remat.transforms.region import agreement, wrapped
+from tests.inside import trace_memory
 from tests.interop.ranks import group_of
 
 # Gloo's threads free some gathered parameters, in about one step of six, and the profiler does not see them

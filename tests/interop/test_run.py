@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from remat.cli.main import main
+from tests.inside import main
 
 PROGRAM = """
 import json, sys, warnings

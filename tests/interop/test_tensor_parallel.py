@@ -37,9 +37,9 @@ from remat import (
     save_ops,
     saved_residuals,
 )
-from remat.cli.measure import trace_memory
 from remat.debug import assert_recomputed
 from tests.helpers import sparse
+from tests.inside import trace_memory
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 SAC = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.addmm.default])

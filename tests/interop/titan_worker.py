@@ -27,9 +27,9 @@ from torchtitan.models.llama3.sharding import (  # type: ignore[reportMissingImp
 )
 
 from remat import nn as remat_nn
-from remat.cli.measure import trace_memory
 from remat.debug import assert_recomputed
 from remat.interop.torchtitan import PolicyAC
+from tests.inside import trace_memory
 
 # Its other backends need a newer torch, or inputs as DTensors.
 BACKEND = "partial_dtensor"

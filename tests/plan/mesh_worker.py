@@ -14,7 +14,7 @@ from benchmarks.mesh import Decoder, Sizes, tensor_parallel
 from benchmarks.suite.dry import Live
 from remat import RematError
 from remat import nn as remat_nn
-from remat.cli.measure import trace_memory
+from tests.inside import trace_memory
 
 SIZES = Sizes(layers=4, width=128, heads=8, groups=4, hidden=256, vocab=512)
 ROWS, LENGTH = 2, 128

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from remat import checkpoint_policy, pareto, plan_model, remat
+from remat import RematError, checkpoint_policy, pareto, plan_model, remat
 from remat.plan import plan_chain
-from remat.transforms.errors import RematError
 
 BUDGET = checkpoint_policy(budget=0.5)
 X = torch.randn(4, 8)

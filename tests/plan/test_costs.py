@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from remat import RematError
 from remat._core import DEVICES
 from remat.plan import BudgetPolicy, Flops, Roofline
 from remat.plan.graph.costs import cost_model
@@ -12,7 +13,6 @@ from remat.plan.graph.flops import flops_of
 from remat.plan.graph.graph import Graph
 from remat.plan.graph.measured import Measured, _table
 from remat.plan.graph.traffic import traffic
-from remat.transforms.errors import RematError
 from remat.transforms.joint.graph import record
 from tests.plan.models import GPTBlock
 

@@ -10,9 +10,8 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from remat import checkpoint_policy, remat, save_nothing, saved_residuals, scan_remat
+from remat import RematError, checkpoint_policy, remat, save_nothing, saved_residuals, scan_remat
 from remat.plan import BudgetPolicy, Flops, Plan, plan_model
-from remat.transforms.errors import RematError
 from remat.transforms.tape.observers import listen
 from tests.helpers import OpCounter, crossed, same, sparse
 from tests.plan.models import GPTBlock

@@ -9,10 +9,10 @@ import remat
 from remat import checkpoint_policy, nn
 from remat._blocks import listed
 from remat._fit import held_by
-from remat.cli.measure import trace_memory
 from remat.plan import READY, Portfolio, cost_model, plans_by_budget, step_of
 from remat.transforms import RematError
 from tests.helpers import sparse
+from tests.inside import trace_memory
 from tests.plan.models import LlamaBlock
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from remat import RematError
 from remat.plan import BudgetPolicy, Flops, Plan, register_cost
 from remat.plan.graph.graph import Graph
 from remat.plan.plans.followed import Bound
 from remat.plan.solve.portfolio import least, solve
 from remat.transforms.compat.modes import fake_mode
-from remat.transforms.errors import RematError
 from remat.transforms.joint.graph import record
 from tests.plan.models import GPTBlock, LlamaBlock
 

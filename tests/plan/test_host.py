@@ -16,9 +16,9 @@ from remat.plan.joined import over_link
 from remat.plan.solve.host import front, place
 from remat.plan.solve.problem import INF, Problem, complete, keep_all
 from remat.transforms import RematError
-from remat.transforms.compat import is_fake
 from remat.transforms.joint import record
 from remat.transforms.tape.observers import listen
+from tests.inside import is_fake
 from tests.plan.models import GPTBlock
 from tests.plan.problems import frontier, layered, problems
 from tests.plan.test_eager import gradients

@@ -15,7 +15,6 @@ from torch import nn
 from benchmarks.mesh import Decoder, Sizes, planned, tensor_parallel
 from remat import RematError, plan_model
 from remat import nn as remat_nn
-from remat.cli.measure import trace_memory
 from remat.plan import BudgetPolicy, Layout, MeshPlan
 from remat.plan.graph import cost_model
 from remat.plan.layout.knapsack import Repeated, added, single
@@ -25,6 +24,7 @@ from remat.plan.layout.rank import agree
 from remat.plan.layout.stages import Pipe
 from remat.plan.layout.trace import traced
 from tests.helpers import TORCH
+from tests.inside import trace_memory
 from tests.interop.ranks import spawned
 from tests.plan import mesh_worker
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import checkpoint_policy, explain, remat
-from remat._core.opinfo import OpInfo, describe
+from remat import OpInfo, checkpoint_policy, explain, remat
 from tests.helpers import rand
+from tests.inside import describe
 
 N = 32
 X = rand(N, N).float()

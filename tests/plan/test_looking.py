@@ -19,8 +19,8 @@ from remat import checkpoint_policy, remat, saved_residuals
 from remat import nn as remat_nn
 from remat.plan import BudgetPolicy, pareto, plan_chain, plan_model
 from remat.transforms import RematError, tree_leaves
-from remat.transforms.compat import is_fake
 from tests.helpers import crossed
+from tests.inside import is_fake
 from tests.stateful import MODULES, X, same
 
 POLICY = BudgetPolicy(0.5)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks.planner.compiled import compiled_problem
-from remat.cli.main import main
 from remat.plan import Plan, pareto
 from remat.plan.compared import torch_plan
 from remat.plan.graph.costs import Flops
@@ -14,6 +13,7 @@ from remat.plan.solve.portfolio import solve
 from remat.plan.solve.problem import complete
 from remat.transforms.joint.graph import record
 from tests.helpers import crossed
+from tests.inside import main
 from tests.plan.models import GPTBlock, LlamaBlock
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from remat import RematError
 from remat.plan.solve import choices, knapsack, milp
 from remat.plan.solve import reduce as reductions
 from remat.plan.solve.choices import States
@@ -19,7 +20,6 @@ from remat.plan.solve.problem import INF, Problem, complete, keep_all
 from remat.plan.solve.reduce import contract as contracted
 from remat.plan.solve.reduce import reduce
 from remat.plan.solve.split import split
-from remat.transforms.errors import RematError
 from tests.plan.problems import best, check, frontier, layered, problems
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -5,8 +5,7 @@ import re
 import pytest
 import torch
 
-from remat import checkpoint_policy, remat
-from remat.cli.measure import trace_memory
+from remat import RematError, checkpoint_policy, remat
 from remat.plan import BudgetPolicy, Flops, Plan, plan_model
 from remat.plan.calls import graph_of
 from remat.plan.chain import Measure
@@ -16,8 +15,8 @@ from remat.plan.peak import highest_within, profile, step_peak
 from remat.plan.policy import plan_graph
 from remat.plan.solve.problem import complete
 from remat.policies import Policy
-from remat.transforms.errors import RematError
 from remat.transforms.joint import planned_for, record
+from tests.inside import trace_memory
 from tests.plan.models import GPTBlock, Watch
 
 

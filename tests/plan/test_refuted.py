@@ -5,10 +5,9 @@ import sys
 import pytest
 import torch
 
-from remat import pareto
+from remat import RematError, pareto
 from remat.plan.compared import refute
 from remat.plan.compared.refute import beaten_by
-from remat.transforms.errors import RematError
 from tests.plan.models import GPTBlock
 
 

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import checkpoint_policy, remat
+from remat import RematError, checkpoint_policy, remat
 from remat._core import DEVICES
 from remat.plan import Roofline
 from remat.plan.graph import speeds, speeds_of
 from remat.plan.graph.measured import Measured, _table
 from remat.plan.graph.speeds import rate_at
 from remat.plan.graph.stopwatch import best_seconds
-from remat.transforms.errors import RematError
 from remat.transforms.joint.graph import record
 
 F = torch.nn.functional

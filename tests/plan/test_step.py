@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from remat import checkpoint_policy, nn, plan_model
-from remat.cli.main import main
 from remat.plan import pareto, plans_by_budget, step_of
 from remat.transforms.joint import planned_for, record
+from tests.inside import main
 
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import checkpoint_name, checkpoint_policy, remat, saved_residuals, scan_remat
+from remat import RematError, checkpoint_name, checkpoint_policy, remat, saved_residuals, scan_remat
 from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta
 from remat.nn import apply_to
 from remat.policies import (
@@ -34,7 +34,6 @@ from remat.policies import (
     where,
 )
 from remat.policies import _catalogue as catalogue
-from remat.transforms.errors import RematError
 from remat.transforms.region import forget_all
 
 aten = torch.ops.aten

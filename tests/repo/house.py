@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.repo.reference import MODULES, OF_THE_ENGINE
+
 ROOT = Path(__file__).parents[2]
 ENGINE = "remat.transforms"
 # Modules that users import by their own name; each is a face of one file.
@@ -223,3 +225,13 @@ def classes() -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
                 yield node.name, module
+
+
+def reads_inside(path: Path) -> set[str]:
+    """The modules of the library, of those that are not public, from which a file of tests takes names."""
+    found = [one for node in _statements(tree(path)) for one in _found("", node)]
+    return {
+        one.target
+        for one in found
+        if one.target not in {*MODULES, *OPEN} and f"{one.target}.{one.name}" not in OF_THE_ENGINE
+    }

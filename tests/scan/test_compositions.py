@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from remat import checkpoint_name, remat, scan_remat, while_remat
+from remat import RematError, checkpoint_name, remat, scan_remat, while_remat
 from remat.policies import save_matmuls, save_names
 from remat.schedules import Multilevel
-from remat.transforms.errors import RematError
 from tests.helpers import crossed, loop
 
 W = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 import remat._scan.scan
 import remat._scan.stacked_layers
 import remat._scan.while_loop
+from remat import RematError, scan_layers, scan_remat
 from remat import remat as region
-from remat import scan_layers, scan_remat
 from remat._scan.while_loop import default_slots, while_remat
-from remat.cli.measure import trace_memory
 from remat.layers import stack_params, unstack_params
 from remat.policies import save_matmuls
 from remat.schedules import Online, Revolve, Segmented, Sqrt, advances
-from remat.transforms.errors import RematError
 from remat.transforms.scan.instructions import Advance
 from tests.helpers import loop, sparse
+from tests.inside import trace_memory
 
 
 class Counted:

@@ -29,9 +29,9 @@ from remat._inspect.report.each import BUILT_IN
 from remat._inspect.report.records import Words, cockpit_record, columns, verdict
 from remat._inspect.report.timeline import CATEGORIES, MemoryBlock, Timeline
 from remat._inspect.report.watch import Ran
-from remat.cli.main import main
 from remat.nn import apply
 from tests.helpers import rand
+from tests.inside import main
 
 X, W1, W2 = rand(4, 8), rand(8, 16), rand(16, 8)
 FLOAT = 8

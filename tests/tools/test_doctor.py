@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from remat import checkpoint_name, checkpoint_policy, remat, save_everything, save_names
-from remat._inspect.report import diagnose
-from remat.cli.main import main
 from tests.helpers import rand
+from tests.inside import diagnose, main
 
 X, W = rand(64, 32), rand(32, 32).requires_grad_()
 

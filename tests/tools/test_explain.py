@@ -29,8 +29,8 @@ from remat import (
     scan_remat,
 )
 from remat._inspect.report.watch import KINDS, kind
-from remat.cli.main import main
 from tests.helpers import OpCounter, rand
+from tests.inside import main
 
 aten = torch.ops.aten
 X, W1, W2 = rand(4, 8), rand(8, 16), rand(16, 8)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from remat.cli.main import main
+from tests.inside import main
 
 pytest.importorskip("transformers")
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}

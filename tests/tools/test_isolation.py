@@ -17,8 +17,8 @@ from torch import nn
 
 import remat
 from remat import checkpoint_policy, compare, explain, pareto, plan_model, save_matmuls, saved_residuals
-from remat._inspect.report import diagnose
 from remat.plan import plan_chain
+from tests.inside import diagnose
 from tests.stateful import same
 
 BUDGET = checkpoint_policy(budget=0.5)

@@ -7,8 +7,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch.func import grad, vmap
 
-from remat import checkpoint_name, offload_matmuls, offload_names, remat
-from remat._inspect.residuals import Residual, print_saved_residuals, saved_residuals
+from remat import (
+    Residual,
+    checkpoint_name,
+    offload_matmuls,
+    offload_names,
+    print_saved_residuals,
+    remat,
+    saved_residuals,
+)
 from remat.policies import save_everything, save_matmuls, save_names, save_nothing
 from tests.helpers import CASES, POLICIES, LiveBytes, OpCounter, crossed, leaves_of, rand
 
