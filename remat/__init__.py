@@ -1,5 +1,6 @@
 """JAX-style functional rematerialization for PyTorch."""
 
+import difflib
 import importlib
 import os
 from typing import TYPE_CHECKING, Any
@@ -96,19 +97,39 @@ _LATER = {
     **dict.fromkeys(("pareto", "plan_model"), "remat.plan"),
     "fit": "remat._fit",
 }
-_ROOMS = ("debug", "gpu", "interop", "nn", "plan")
+_ROOMS = ("debug", "gpu", "interop", "jax_names", "layers", "nn", "plan")
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"remat.{name}")
     if name not in _LATER:
-        place = None if name.startswith("_") else place_of(name)
-        place = "remat.remat, or remat.interop.checkpoint for torch's" if name == "checkpoint" else place
-        hint = f": write {place}" if place else ""
-        raise AttributeError(f"module 'remat' has no attribute {name!r}{hint}")
+        raise AttributeError(f"module 'remat' has no attribute {name!r}{_hint(name)}")
     found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
     return found
+
+
+# What stands elsewhere, or has another name here.
+_ELSEWHERE = {
+    "checkpoint": "remat.remat, or remat.interop.checkpoint for torch's",
+    "checkpoint_sequential": "remat.interop.checkpoint_sequential",
+    "create_selective_checkpoint_contexts": "policy=remat.save_ops(...)",
+    "CheckpointPolicy": "remat.Decision",
+    "checkpoint_policies": "remat.jax_names.checkpoint_policies",
+    **{name: f"remat.nn.{name}" for name in ("apply", "apply_to", "regions", "remove")},
+    **{name: f"remat.plan.{name}" for name in ("Layout", "plan_chain", "register_cost")},
+    **{name: f"remat.layers.{name}" for name in ("stack_params", "unstack_params")},
+}
+
+
+def _hint(name: str) -> str:
+    """What to write in place of a name that is not here."""
+    if name.startswith("_"):
+        return ""
+    if place := _ELSEWHERE.get(name) or place_of(name):
+        return f": write {place}"
+    near = difflib.get_close_matches(name, [*__all__, *_ELSEWHERE], n=1)
+    return f": did you mean {near[0]}?" if near else ""
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from typing import (
     TYPE_CHECKING,
@@ -22,7 +21,7 @@ from typing import (
     overload,
 )
 
-from remat._core import Decision, OpInfo
+from remat._core import Decision, OpInfo, described
 from remat._region import Check, Options, rematerialized
 from remat.policies import (
     FromCallable,
@@ -88,6 +87,9 @@ class _Options(TypedDict, total=False):
     preserve_rng_state: bool
     determinism_check: Check
     keep_decisions: bool
+
+
+OPTIONS = tuple(_Options.__annotations__)
 
 
 @overload
@@ -190,6 +192,8 @@ _ELSEWHERE = {
     "budget": "write policy=checkpoint_policy(budget=...)",
     "peak": "write policy=checkpoint_policy(peak=...)",
     "names": "write policy=save_names(...)",
+    "layers": "write remat.nn.apply(model, layers=...), which makes regions of a model's layers",
+    "every": "write remat.nn.apply(model, every=...), which makes regions of a model's layers",
 }
 
 
@@ -207,20 +211,27 @@ def _option_error(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> Un
             f"remat takes one function, got {len(args)} more arguments: remat(fn) returns a function. Write "
             "remat(fn)(x), or remat(fn, policy=...)(x)."
         )
-    name = next(iter(unknown))
-    options = inspect.signature(remat).parameters
+    return unknown_option("remat", unknown)
+
+
+def unknown_option(who: str, unknown: dict[str, Any], *own: str) -> UnknownOption:
+    """What is said of options that `who` does not take; `own` are those that it has beside `remat`'s."""
+    name, options = next(iter(unknown)), [*own, *OPTIONS]
     near = difflib.get_close_matches(name, options, n=1)
-    known = ", ".join(list(options)[2:-1])
-    advice = _ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else f"it takes {known}")
-    return UnknownOption(
-        f"remat({name}={unknown[name]!r}): there is no such option; {advice}.".replace("?.", "?")
+    advice = _ELSEWHERE.get(name) or (
+        f"did you mean {near[0]}?" if near else f"it takes {', '.join(options)}"
     )
+    got = described(unknown[name]).partition(" of type ")[0]
+    return UnknownOption(f"{who}({name}={got}): there is no such option; {advice}.".replace("?.", "?"))
 
 
 def _indices(value: int | Iterable[int]) -> tuple[int, ...]:
     numbers = (value,) if isinstance(value, int) else tuple(value)
     if bad := [n for n in numbers if not isinstance(n, int) or isinstance(n, bool)]:
-        raise WrongValue(f"remat(static_argnums=...): expected integers, got {bad[0]!r}")
+        raise WrongValue(
+            f"remat(static_argnums=...): expected positions of arguments such as static_argnums=(1,), got "
+            f"{bad[0]!r}. Names go to static_argnames."
+        )
     return numbers
 
 

@@ -43,7 +43,7 @@ class Asked:
     """A description as a test of modules; a generator is read once."""
 
     def __init__(self, layers: Layers, who: str) -> None:
-        shown = repr(layers) if not isinstance(layers, torch.nn.Module) else type(layers).__name__
+        shown = repr(layers) if not isinstance(layers, torch.nn.Module) else f"{type(layers).__name__}(...)"
         self.who = f"{who}(layers={shown})"
         self._rule: Callable[[str, torch.nn.Module], Any] | None = None
         self._modules: dict[int, torch.nn.Module] = {}
@@ -195,9 +195,9 @@ def no_blocks(model: torch.nn.Module) -> LayerError:
     several = [f"{kind.__name__} ({n})" for kind, n in counts.items() if n > 1]
     has = f"it has several {', '.join(several[:_SHOWN])}" if several else "it has no class of modules twice"
     return LayerError(
-        f"remat.fit found no blocks in {type(model).__name__}: no list holds several modules of one class, "
-        f"and no class that it has several of has modules inside; {has}. Write layers=BlockClass, or a "
-        'pattern as layers="*.stages.*".'
+        f"remat.fit found no blocks in {type(model).__name__}: a block is a module with other modules "
+        f"inside, of a class that there are several of; {has}. Write layers=BlockClass, or a pattern as "
+        'layers="*.stages.*".'
     )
 
 

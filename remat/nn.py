@@ -12,11 +12,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from remat._api import remat
+from remat._api import OPTIONS, remat, unknown_option
 from remat._blocks import LayerError as LayerError
 from remat._blocks import Layers as Layers
 from remat._blocks import fitting
 from remat._blocks import regions as regions_of
+from remat._core import described
 from remat._region import ModuleView
 from remat.policies import Policy, PolicyLike, policy_given, save_nothing
 from remat.transforms import RematError, blank, names_of, set_class, subclass, subclasses, unannounced
@@ -79,6 +80,8 @@ def apply(
         raise LayerError(
             f"remat.nn.apply(every={every!r}): every is 1 or more; write every=2 for every second."
         )
+    if unknown := {name: value for name, value in options.items() if name not in OPTIONS}:
+        raise unknown_option("remat.nn.apply", unknown, "layers", "every", "plan")
     for name in fitting(model, layers)[::every]:
         apply_to(model.get_submodule(name), policy=policy, **options)
     return model
@@ -154,6 +157,8 @@ def remove(model: M) -> M:
         >>> nn.regions(nn.remove(model))
         []
     """
+    if not isinstance(model, torch.nn.Module):
+        raise LayerError(_no_model("remove", model))
     for module in model.modules():
         remove_from(module)
     return model
@@ -169,6 +174,8 @@ def regions(model: torch.nn.Module) -> list[str]:
         >>> nn.regions(nn.apply(model, layers=torch.nn.Linear))
         ['0']
     """
+    if not isinstance(model, torch.nn.Module):
+        raise LayerError(_no_model("regions", model))
     return regions_of(model)
 
 
@@ -228,7 +235,5 @@ def _no_model(name: str, model: Any, args: tuple[Any, ...] = ()) -> str:
         return f"remat.nn.{name}(model, {given}): options are given by name. Write {option}={given}."
     if isinstance(model, type):
         return f"remat.nn.{name} takes a module, got the class {model.__name__}. Write {model.__name__}(...)."
-    return (
-        f"remat.nn.{name} takes a module, got a {type(model).__name__}. For a function write "
-        "remat(fn, policy=...)."
-    )
+    advice = " For a function write remat(fn, policy=...)." if name.startswith("apply") else ""
+    return f"remat.nn.{name} takes a module, got {described(model)}.{advice}"

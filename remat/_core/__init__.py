@@ -36,6 +36,7 @@ from remat._core.reach import (
     Reach,  # what a function can reach, as it was before a look at it
     isolating,  # leave modules in reach, random streams and switches as they are
 )
+from remat._core.shown import described  # a value as messages call it
 from remat._core.units import (
     format_bytes,  # bytes for people, rounded
     parse_bytes,  # bytes from "2GiB", "512 MB", "1e9"

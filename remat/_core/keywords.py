@@ -7,6 +7,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
+
+from remat._core.shown import described
 from remat.transforms import RematError, WrongType
 
 P = ParamSpec("P")
@@ -52,9 +55,15 @@ def keywords_apart(function: Callable[P, R]) -> Callable[P, R]:
 
 def check_callable(name: str, args: tuple[Any, ...]) -> None:
     """Raise where the first of a report's arguments is no function, such as a result of one."""
-    if not args or callable(args[0]):
+    if not args:
         return
     fn, kind = args[0], type(args[0]).__name__
+    if isinstance(fn, type) and issubclass(fn, torch.nn.Module):
+        raise WrongType(
+            f"{name}(fn, *args) got {described(fn)}, and not a module. Write {name}({fn.__name__}(...), x)."
+        )
+    if callable(args[0]):
+        return
     got = repr(fn) if isinstance(fn, (str, int, float, type(None))) else f"a {kind}"
     why = ", which a call gives" if kind in ("Tensor", "tuple") else ""
     raise WrongType(

@@ -12,7 +12,7 @@ import torch
 
 from remat import nn
 from remat._blocks import largest_class, listed, no_blocks
-from remat._core import DEVICES, format_bytes, joined_keywords, keywords_apart
+from remat._core import DEVICES, described, format_bytes, joined_keywords, keywords_apart
 from remat._fit.held import HeldBytes, held_by
 from remat._fit.report import Fit
 from remat._fit.way import ModelStep, Way, name_of, ready_policies
@@ -153,8 +153,8 @@ def _cuts(model: torch.nn.Module, layers: nn.Layers | None, tried: list[Way]) ->
 def _check_module(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise RematError(
-            f"remat.fit takes a module, got {model!r} of type {type(model).__name__}. For a function of "
-            "regions write remat.plan_model(fn, *args, peak=...)."
+            f"remat.fit takes a module, got {described(model)}. For a function of regions write "
+            "remat.plan_model(fn, *args, peak=...)."
         )
 
 

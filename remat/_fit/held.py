@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from remat._core import format_bytes
+from remat._core import described, format_bytes
 from remat.transforms import RematError, is_tensor, tree_leaves
 from remat.transforms.compat import storage_key
 
@@ -88,7 +88,10 @@ def _state(optimizer: Any, parameters: list[torch.nn.Parameter], seen: set[int])
             )
         return _BY_NAME[str(optimizer).lower()] * sum(p.nbytes for p in trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise RematError(f"remat.fit(optimizer=...) takes a torch optimizer or its name, got {optimizer!r}.")
+        raise RematError(
+            f"remat.fit(optimizer=...) takes a torch optimizer or its name, got {described(optimizer)}. "
+            'Write optimizer="adamw", or the optimizer that was made: torch.optim.AdamW(model.parameters()).'
+        )
     if optimizer.state:
         state = (t for values in optimizer.state.values() for t in tree_leaves(values))
         return _bytes([t for t in state if is_tensor(t)], seen)

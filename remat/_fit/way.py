@@ -30,7 +30,7 @@ from remat.plan import (
     ran_step_of,
     step_of,
 )
-from remat.policies import Policy, policy_given, save_nothing
+from remat.policies import Policy, policy_given, save_nothing, several_given
 from remat.transforms import RematError, tree_leaves
 from remat.transforms.joint import NotOnFakes
 
@@ -263,8 +263,9 @@ def _policy(portfolio: Portfolio, calls: list[tuple[Graph, Choice, str]]) -> Pol
 
 def ready_policies(policies: Mapping[str, Policy] | Sequence[Policy]) -> dict[str, Policy]:
     """The ready policies, and the user's, by name."""
-    given = policies if isinstance(policies, Mapping) else {name_of(p): p for p in policies}
-    return {**READY, **{name: policy_given(policy) for name, policy in given.items()}}
+    if isinstance(policies, Mapping):
+        return {**READY, **{name: policy_given(policy) for name, policy in policies.items()}}
+    return {**READY, **{name_of(policy): policy for policy in several_given("remat.fit", policies)}}
 
 
 def name_of(policy: Policy) -> str:

@@ -11,12 +11,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from remat._core import isolating, parse_bytes
+from remat._core import described, isolating, parse_bytes
 from remat._dynamo import call_scan, run_compiled, runs_in_eager
 from remat._region import with_policy
 from remat.policies import Policy, policy_given, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto, check_checkpoints
-from remat.transforms import RematError, WrongValue, changing, flatten, is_tensor, smooth, unflatten
+from remat.transforms import (
+    RematError,
+    WrongType,
+    WrongValue,
+    changing,
+    flatten,
+    is_tensor,
+    smooth,
+    unflatten,
+)
 from remat.transforms.closure import (
     MOST_TRIES,
     Bindings,
@@ -124,6 +133,11 @@ def scan_remat(
         tensor(2.7500)
     """
     name = name_of("scan_remat", body)
+    if not callable(body):
+        raise WrongType(
+            f"scan_remat(body, init, xs): the body comes first, got {described(body)}. Write "
+            "scan_remat(lambda carry, x: (carry, y), init, xs)."
+        )
     if not isinstance(policy, Policy):
         policy = policy_given(policy)
     check_budget(name, checkpoints, budget)

@@ -11,10 +11,11 @@ import torch
 from torch.utils.checkpoint import noop_context_fn
 
 from remat._api import remat
+from remat._core import described
 from remat._region import Check as RegionCheck
 from remat.interop._torch_policy import ContextPolicy, policy_function
 from remat.policies import PolicyLike, save_nothing
-from remat.transforms import RematError
+from remat.transforms import RematError, WrongType
 from remat.transforms.region import is_recomputing, run_again_whole
 
 P = ParamSpec("P")
@@ -97,6 +98,11 @@ def checkpoint(
         tensor([1., 1.])
     """
     del use_reentrant, debug, early_stop
+    if function is not None and not callable(function):
+        raise WrongType(
+            f"checkpoint(function, *args): the function comes first, got {described(function)}. Write "
+            "checkpoint(fn, x): the function and its arguments apart."
+        )
     if determinism_check not in _CHECKS:
         raise OptionError(
             f"checkpoint(determinism_check={determinism_check!r}): expected 'default', 'none' or 'exact'."

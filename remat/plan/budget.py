@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from remat._core import parse_bytes, warn_user
@@ -65,9 +66,14 @@ def _shown(value: Any) -> str:
 
 def _parsed(text: str, what: str, advice: str) -> int:
     try:
-        return parse_bytes(text)
+        found = parse_bytes(text)
+        # "0.4" would be no byte.
+        wrong = not found and re.search("[1-9]", text) is not None
     except ValueError:
-        raise RematError(f"{text!r} is not a {what}. {advice}") from None
+        found, wrong = 0, True
+    if wrong:
+        raise RematError(f"{text!r} is not a {what}. {advice}")
+    return found
 
 
 def resolve(budget: float | int | str, graph: Graph, problem: Problem) -> int:

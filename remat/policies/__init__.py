@@ -13,6 +13,7 @@ from remat.policies._catalogue import register_costly_op as register_costly_op
 from remat.policies._makers import makes_policies as makes_policies
 from remat.policies._makers import place_of as place_of
 from remat.policies._makers import policy_given as policy_given
+from remat.policies._makers import several_given as several_given
 from remat.policies._ready import offload_matmuls as offload_matmuls
 from remat.policies._ready import offload_names as offload_names
 from remat.policies._ready import save_all_but_names as save_all_but_names

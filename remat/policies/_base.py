@@ -111,6 +111,12 @@ class Policy:
     def __invert__(self) -> Policy:
         return Not(self)
 
+    def __add__(self, other: Any) -> Policy:
+        raise PolicyError(f"{self!r} + {other!r}: write a | b to save what either policy saves.")
+
+    def __sub__(self, other: Any) -> Policy:
+        raise PolicyError(f"{self!r} - {other!r}: write a & ~b to save what a saves and b does not.")
+
     def __bool__(self) -> bool:
         raise PolicyError(
             f"{self!r} is neither true nor false: write a | b to save what either policy saves, a & b for "

@@ -5,11 +5,20 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar, cast
 
+from remat._core import Decision, described
 from remat.policies._base import FromCallable, Policy, PolicyError, converts
-from remat.policies._ready import is_op, offload_names, save_all_but_names, save_names, save_nothing, save_ops
+from remat.policies._ready import (
+    below,
+    is_op,
+    offload_names,
+    save_all_but_names,
+    save_names,
+    save_nothing,
+    save_ops,
+)
 from remat.policies._selective import offload, save_cheaper_than, save_every, save_larger_than, where
 
 P = ParamSpec("P")
@@ -31,7 +40,7 @@ def policy_from(value: Any) -> Policy:
     # A builtin is torch.mm, a mistaken op: a rule takes an OpInfo, which no builtin does.
     no_rule = isinstance(value, (type, types.BuiltinFunctionType)) or any(value is maker for maker in _MAKERS)
     if not callable(value) or no_rule:
-        raise PolicyError(f"policy got {value!r} of type {type(value).__name__}. {_way_out(value)}")
+        raise PolicyError(f"policy got {described(value)}. {_way_out(value)}")
     _check_rule(value)
     rule: Callable[..., Any] = value
     return FromCallable(rule)
@@ -43,21 +52,37 @@ def _check_rule(rule: Any) -> None:
     function = rule if isinstance(rule, (types.FunctionType, types.MethodType)) else type(rule).__call__
     code = getattr(function, "__code__", None)
     # A decorator's wrapper takes anything, and hands it on.
-    if code is None or hasattr(rule, "__wrapped__") or not code.co_argcount > bound:
+    if code is None or hasattr(rule, "__wrapped__"):
         return
     taken = code.co_varnames[bound : code.co_argcount]
     given = function.__defaults__ or ()
-    if code.co_flags & inspect.CO_VARARGS or len(taken) - len(given) > 1:
-        raise PolicyError(
-            f"policy got {rule!r}, which takes {', '.join(taken)} and more: a rule here takes one OpInfo, "
-            "not JAX's (prim, *avals, **params). Write lambda info: info.op is torch.ops.aten.mm.default, "
+    more = bool(code.co_flags & inspect.CO_VARARGS)
+    if not taken if more else taken and len(taken) - len(given) <= 1:
+        return
+    takes = f"{', '.join(taken)}{' and more' if more else ''}" if taken else "no argument"
+    if taken[:1] == ("ctx",):
+        advice = "A policy function of torch's is turned into one by remat.interop.from_torch_policy(fn)."
+    else:
+        advice = (
+            "JAX's take (prim, *avals, **params). Write lambda info: info.op is torch.ops.aten.mm.default, "
             "say. An OpInfo has the op, its arguments, its name and position."
         )
+    raise PolicyError(
+        f"policy got {described(rule)}, which takes {takes}: a rule here takes one OpInfo. {advice}"
+    )
 
 
 def policy_given(value: Any) -> Policy:
     """What `policy=value` means: as `as_policy`, and None recomputes everything, as in JAX."""
     return save_nothing if value is None else policy_from(value)
+
+
+def several_given(who: str, values: Any) -> tuple[Policy, ...]:
+    """What `policies=values` of `who` means: each as `policy=` is, and one alone is refused."""
+    if isinstance(values, (Policy, str)) or not isinstance(values, Iterable):
+        one = values if isinstance(values, Policy) else policy_from(values)
+        raise PolicyError(f"{who}(policies={one!r}) takes several: write policies=[{one!r}].")
+    return tuple(map(policy_from, cast("Iterable[Any]", values)))
 
 
 def _from_collection(values: Any) -> Policy:
@@ -66,6 +91,12 @@ def _from_collection(values: Any) -> Policy:
         raise PolicyError(
             f"policy got {ops_as_text[0]!r} in a list. Strings are names that checkpoint_name gave; an op is "
             "written as it is, such as torch.ops.aten.mm.default."
+        )
+    if policies := [value for value in values if isinstance(value, Policy)]:
+        joined = " | ".join(map(repr, policies))
+        raise PolicyError(
+            f"policy got {policies[0]!r} in a {type(values).__name__}. Write policy={joined}: `|` saves what "
+            "any of several policies saves."
         )
     ops = [value for value in values if not isinstance(value, str)]
     if not names:
@@ -81,10 +112,18 @@ def _way_out(value: Any) -> str:
         if place := place_of(value):
             return f"A string is not a policy: write policy={place} for the policy of that name, or {named}."
         return f"A string is not a policy: write {named}, or a built-in policy such as policy=save_matmuls."
+    if isinstance(value, (bool, Decision)):
+        return (
+            "Write policy=save_everything (as without remat) or policy=save_nothing (recompute everything)."
+        )
+    if isinstance(value, int):
+        return f"For a budget of bytes write policy=checkpoint_policy(budget={value})."
     if isinstance(value, float) and 0 <= value <= 1:
         return f"For a share of what no remat keeps write policy=checkpoint_policy(budget={value})."
     if isinstance(value, type):
         return f"A class is not a policy: write an instance, policy={value.__name__}(...)."
+    if op := below(value):
+        return f"A function of torch's is not an op: write policy=[{op}], the op below it."
     if isinstance(value, types.FunctionType):
         return f"{value.__name__} makes policies: call it, policy={value.__name__}(...)."
     return (

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat._core import Decision, OpInfo, warn_user
+from remat._core import Decision, OpInfo, described, warn_user
 from remat.policies import _catalogue
 from remat.policies._base import Constant, Named, Policy, PolicyError
 from remat.transforms import BoundedCache
-from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
+from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket, is_composite
 
 if TYPE_CHECKING:
     from remat.transforms.tape import Tape
@@ -97,6 +98,9 @@ def save_ops(*ops: Any) -> SaveOps:
         ops: overloads (`torch.ops.aten.mm.default`), packets (`torch.ops.aten.mm`: all its overloads),
             higher-order operators, `torch.library.custom_op`s.
 
+    An op that is made of others, such as `torch.ops.aten.matmul`, is never met: those that it is made of are.
+    There is a warning where all are such.
+
     Raises:
         RematError: one of them is not an op (also a TypeError). `torch.mm` is a function and not an op.
 
@@ -109,6 +113,13 @@ def save_ops(*ops: Any) -> SaveOps:
     found: set[Any] = set()
     for op in ops:
         found.update(_overloads(op))
+    if found and not torch.compiler.is_dynamo_compiling() and _never_met(found):
+        names = ", ".join(sorted({str(op.overloadpacket) for op in found}))
+        warn_user(
+            f"save_ops({names}) saves nothing: such an op is made of others, and a region meets those. "
+            "remat.explain(fn, x) names them; for products of matrices write save_matmuls, for attention "
+            "save_attention."
+        )
     return SaveOps(frozenset(found))
 
 
@@ -124,11 +135,30 @@ def _overloads(op: Any) -> list[Any]:
         return [getattr(op, name) for name in op.overloads()]
     if isinstance(op, (OpOverload, HigherOrderOperator)):
         return [op]
-    raise PolicyError(
-        f"save_ops got {op!r} of type {type(op).__name__}, which is not an op. Write the op below the "
-        f"function: torch.ops.aten.mm.default, or torch.ops.aten.mm for all its overloads. For values "
-        f"marked by checkpoint_name write save_names."
-    )
+    advice = f"Write the op below it, save_ops({below(op)})."
+    if isinstance(op, Policy):
+        advice = f"It is a policy already: write policy={op!r}, and join policies by |."
+    elif below(op) is None:
+        advice = (
+            "Write torch.ops.aten.mm.default, say, or torch.ops.aten.mm for all its overloads; for all "
+            "products of matrices policy=save_matmuls; for values marked by checkpoint_name save_names."
+        )
+    raise PolicyError(f"save_ops got {described(op)}, which is not an op. {advice}")
+
+
+def below(function: Any) -> str | None:
+    """How the op is written that a function of torch's calls, where it is one op of the same name."""
+    name = getattr(function, "__name__", "")
+    builtin = isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType))
+    packet = getattr(torch.ops.aten, name, None) if builtin and name else None
+    if packet is None:
+        return None
+    return None if _never_met(_overloads(packet)) else f"torch.ops.aten.{name}"
+
+
+def _never_met(ops: Iterable[Any]) -> bool:
+    """Whether a region meets none of these ops, as they are made of others; code with `out=` aside."""
+    return all(is_composite(op) for op in ops if not str(op).endswith(".out"))
 
 
 @dataclass(frozen=True, repr=False)

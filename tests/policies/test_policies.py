@@ -202,12 +202,13 @@ def test_checkpoint_policy_makes_policies():
     [
         (None, "save_nothing"),
         ("save_matmuls", "remat.save_matmuls"),
-        (3, "Write a built-in policy"),
+        (3, "checkpoint_policy(budget=3)"),
+        ({"mm": True}, "Write a built-in policy"),
         (Policy, "A class is not a policy"),
         (save_names, "call it"),
         (checkpoint_policy, "call it"),
-        (torch.mm, "policy got"),
-        ([torch.mm], "torch.ops.aten.mm.default"),
+        (torch.mm, "[torch.ops.aten.mm]"),
+        ([torch.mm], "save_ops(torch.ops.aten.mm)"),
         ([3], "torch.ops.aten.mm.default"),
     ],
 )

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from remat import (
     RematError,
     checkpoint_name,
     checkpoint_policy,
+    interop,
     remat,
     save_attention,
     save_matmuls,
@@ -69,16 +72,37 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "save_unbatched_matmuls()": (
         lambda: save_unbatched_matmuls(), "is a policy already", "policy=save_unbatched_matmuls"
     ),
-    "a factory": (lambda: under(save_names), "makes policies", r"policy=save_names\(...\)"),
+    "a factory": (lambda: under(save_names), "the function save_names", r"policy=save_names\(...\)"),
+    "a factory behind |": (lambda: save_matmuls | save_names, "makes policies", r"save_names\(...\)"),
+    "a list of policies": (
+        lambda: under([save_matmuls, save_attention]), "save_matmuls in a list", r"matmuls \| save_attention"
+    ),
+    "a tuple with one": (lambda: under((save_matmuls,)), "in a tuple", "Write policy=save_matmuls:"),
+    "a + b": (lambda: save_matmuls + save_attention, r"save_matmuls \+ save_attention", r"a \| b"),
+    "a - b": (lambda: save_matmuls - save_attention, "save_matmuls - save_attention", "a & ~b"),
+    "a decision": (lambda: under(library.Decision.SAVE), "Decision.SAVE", "policy=save_everything"),
+    "bytes": (lambda: under(4096), "4096 of type int", r"checkpoint_policy\(budget=4096\)"),
     "checkpoint_policy itself": (lambda: under(checkpoint_policy), "makes policies", "call it"),
     "a policy's name": (lambda: under("save_matmuls"), "'save_matmuls'", r"policy=remat.save_matmuls for"),
     "JAX's name": (lambda: under("dots_saveable"), "'dots_saveable'", r"checkpoint_policies.dots_saveable"),
     "a value's name": (lambda: under("h"), "'h'", r"policy=save_names\('h'\)"),
     "an op's name": (lambda: under(["aten.mm"]), "'aten.mm' in a list", r"torch.ops.aten.mm.default"),
-    "a function of torch": (lambda: under(torch.mm), "builtin", r"torch.ops.aten.mm"),
-    "a list of them": (lambda: under([torch.mm]), "not an op", r"torch.ops.aten.mm"),
+    "a function of torch": (lambda: under(torch.sin), "the function sin", r"policy=\[torch.ops.aten.sin\]"),
+    "a list of them": (lambda: under([torch.exp]), "not an op", r"torch.ops.aten.exp"),
+    "a function of several ops": (
+        lambda: save_ops(torch.matmul), "the function matmul", "policy=save_matmuls"
+    ),
+    "a method of torch": (lambda: save_ops(torch.Tensor.mm), "the function mm", r"torch.ops.aten.mm"),
+    "a policy as an op": (lambda: save_ops(save_matmuls), "got save_matmuls", "write policy=save_matmuls"),
     "a share": (lambda: under(0.4), "0.4 of type float", r"checkpoint_policy\(budget=0.4\)"),
-    "a bool": (lambda: under(True), "True of type bool", "save_matmuls"),
+    "a bool": (lambda: under(True), "True of type bool", "policy=save_everything"),
+    "a rule without argument": (lambda: under(lambda: True), "takes no argument", "lambda info:"),
+    "torch's policy function": (
+        lambda: under(lambda ctx, op, *args, **kwargs: True), "ctx, op and more", r"from_torch_policy\(fn\)"
+    ),
+    "JAX's policy function": (
+        lambda: under(lambda prim, *avals, **params: True), "takes prim and more", "lambda info:"
+    ),
     "a rule without return": (lambda: under(lambda info: None), "answered None", "without a return"),
     "a rule that makes one": (
         lambda: under(lambda info: save_matmuls), "answered save_matmuls", "policy=save_matmuls"
@@ -89,7 +113,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "JAX's name misspelt": (lambda: jax.dots_savable, "no 'dots_savable'", "dots_saveable"),
     "JAX's name here": (lambda: anything.dots_saveable, "dots_saveable", "jax_names.checkpoint_policies"),
     "torch's name here": (lambda: anything.checkpoint, "'checkpoint'", "remat.interop.checkpoint"),
+    "another of torch's": (lambda: anything.CheckpointPolicy, "CheckpointPolicy", "remat.Decision"),
+    "a name of another room": (lambda: anything.apply, "'apply'", "remat.nn.apply"),
+    "a name misspelt": (lambda: anything.save_matmul, "'save_matmul'", "did you mean save_matmuls"),
     "per cent": (lambda: under(checkpoint_policy(budget=40)), "40 bytes", "40 % write budget=0.4"),
+    "per cent in words": (lambda: checkpoint_policy(budget="40%"), "'40%'", "budget=0.4"),
+    "a share in quotes": (lambda: checkpoint_policy(budget="0.4"), "'0.4'", "budget=0.4"),
     "a share above one": (lambda: checkpoint_policy(budget=1.5), "got 1.5", "budget=0.4"),
     "a unit": (lambda: checkpoint_policy(budget="2 gigs"), "'2 gigs'", "2GiB"),
     "a negative budget": (lambda: checkpoint_policy(budget=-1), "got -1", "budget=0.4"),
@@ -97,12 +126,22 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "one policy to compare": (
         lambda: library.compare(f, X, policies=save_matmuls), "takes several", r"policies=\[save_matmuls\]"
     ),
+    "a policy's name to compare": (
+        lambda: library.compare(f, X, policies="save_matmuls"), "'save_matmuls'", "policy=remat.save_matmuls"
+    ),
     "apply's policy by position": (
         lambda: library.nn.apply(MODEL, save_matmuls), "by name", "policy=save_matmuls"
     ),
-    "apply to a function": (lambda: library.nn.apply(f), "got a function", r"remat\(fn"),
+    "apply to a function": (lambda: library.nn.apply(f), "got the function f", r"remat\(fn"),
     "apply to a class": (lambda: library.nn.apply(Layer), "the class Layer", r"Layer\(...\)"),
-    "layers as an instance": (lambda: library.nn.apply(MODEL, layers=Layer()), "got a Layer", "layers=Layer"),
+    "layers as an instance": (lambda: library.nn.apply(MODEL, layers=Layer()), "a Layer", "layers=Layer,"),
+    "apply's option misspelt": (
+        lambda: library.nn.apply(MODEL, layer="*"), r"remat.nn.apply\(layer='\*'\)", "did you mean layers"
+    ),
+    "an option of apply": (lambda: remat(MODEL, layers="*"), r"remat\(layers='\*'\)", "remat.nn.apply"),
+    "apply to a list": (lambda: library.nn.apply([MODEL]), "list", r"remat\(fn"),
+    "remove from a function": (lambda: library.nn.remove(f), "the function f", "a module"),
+    "regions of a function": (lambda: library.nn.regions(f), "the function f", "a module"),
     "no layer": (lambda: library.nn.apply(MODEL), "no submodule", r"'\*'"),
     "every=0": (lambda: library.nn.apply(MODEL, every=0), "every=0", "every=2"),
     "residuals of a result": (
@@ -110,11 +149,28 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "explain a name": (lambda: library.explain("model"), "got 'model'", r"explain\(fn, x\)"),
     "explain a result": (lambda: library.explain(f(X)), "got a Tensor", r"explain\(fn, x\)"),
-    "fit a function": (lambda: library.fit(f, X, peak="1GiB"), "takes a module", "plan_model"),
+    "explain a class": (lambda: library.explain(Layer, X), "the class Layer", r"explain\(Layer\(...\), x\)"),
+    "plan a class": (
+        lambda: library.plan_model(Layer, X, budget=0.5), "the class Layer", r"plan_model\(Layer\(...\), x\)"
+    ),
+    "fit a class": (lambda: library.fit(Layer, X, peak="1GiB"), "the class Layer", r"fit\(Layer\(...\), x\)"),
+    "fit with one policy": (
+        lambda: library.fit(MODEL, X, peak="1GiB", policies=save_matmuls), "takes several",
+        r"policies=\[save_matmuls\]",
+    ),
+    "fit with an optimizer's class": (
+        lambda: library.fit(MODEL, X, peak="1GiB", optimizer=torch.optim.AdamW), "the class AdamW",
+        'optimizer="adamw"',
+    ),
+    "fit without blocks": (
+        lambda: library.fit(MODEL, X, peak=300), "a block is a module with other modules inside", "layers="
+    ),
+    "fit a function": (lambda: library.fit(f, X, peak="1GiB"), "got the function f", "plan_model"),
     "fit without a limit": (lambda: library.fit(MODEL, X), "takes peak", 'peak="20GiB"'),
     "a body without a pair": (
         lambda: scan_remat(lambda c, x: c, X, torch.ones(3, 4)), "returned", r"a pair \(carry, y\)"
     ),
+    "a scan's carry first": (lambda: scan_remat(X, lambda c, x: (c, x), X), "a Tensor", "lambda carry, x"),
     "a scan without a length": (lambda: scan_remat(lambda c, x: (c, None), X), "no tensor", "length="),
     "a loop without a bound": (
         lambda: while_remat(lambda c: c.sum() < 9, lambda c: c + 1, X), "while_remat", "max_steps="
@@ -123,7 +179,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
         lambda: checkpoint_name("h", X), "got a tensor", r"checkpoint_name\(x, 'attn'\)"
     ),
     "an op's name for save_ops": (lambda: save_ops("mm"), "'mm'", r"torch.ops.aten.mm"),
-    "static_argnums by name": (lambda: remat(f, static_argnums="x"), "'x'", "integers"),
+    "torch's checkpoint, arguments first": (
+        lambda: interop.checkpoint(X, f), "got a Tensor", r"checkpoint\(fn, x\)"
+    ),
+    "static_argnums by name": (
+        lambda: remat(f, static_argnums="x"), "'x'", r"static_argnums=\(1,\).*static_argnames"
+    ),
     "determinism_check=True": (lambda: remat(f, determinism_check=True), "True", "'exact'"),
     "no region to plan": (lambda: library.plan_model(f, X, budget=0.5), "no region", "checkpoint_policy"),
 }  # fmt: skip
@@ -138,6 +199,7 @@ def test_message_says_what_was_met_and_what_to_write(mistake: str) -> None:
     assert re.search(met, said), said
     assert re.search(write, said), said
     assert "tensor([" not in said, "numbers of a tensor say nothing"
+    assert " at 0x" not in said, "nor do addresses"
 
 
 def test_there_are_as_many_as_were_promised() -> None:
@@ -150,6 +212,25 @@ def test_a_name_that_no_value_bears_warns_with_the_nearest() -> None:
         warnings.simplefilter("always")
         block(X).sum().backward()
     assert "'hidden'" in str(said[0].message)
+
+
+@pytest.mark.parametrize("op", ["matmul", "linear", "scaled_dot_product_attention"])
+def test_an_op_that_is_made_of_others_warns(op: str) -> None:
+    with pytest.warns(UserWarning, match=rf"save_ops\(aten.{op}\) saves nothing.*explain.*save_matmuls"):
+        save_ops(getattr(torch.ops.aten, op))
+
+
+def test_ops_that_are_met_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_ops(torch.ops.aten.mm, torch.ops.aten.matmul)
+        save_ops()
+
+
+def test_names_that_messages_say_are_there() -> None:
+    """In a fresh process, where nobody has imported the module that the message names."""
+    said = "import remat; remat.jax_names.checkpoint_policies.dots_saveable, remat.layers.stack_params"
+    subprocess.run([sys.executable, "-c", said], check=True)
 
 
 def test_importing_all_leaves_nn_alone() -> None:

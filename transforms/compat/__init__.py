@@ -198,6 +198,7 @@ from remat.transforms.compat.modes import (
     fake_mode,  # the fake mode of the tensors at hand, or a new one
     fakes_watched,  # note the fake modes that are made meanwhile
     intercept_under_modes,  # run something in place of an operator where a mode is active
+    is_composite,  # whether an op is made of others, which a dispatch mode sees in its place
     is_fake,  # whether a tensor has no data because it is fake
     jit_trace,  # what torch.jit.trace writes to, None where it does not
     memory_is_real,  # whether new tensors have memory

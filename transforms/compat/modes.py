@@ -44,6 +44,15 @@ def uncompiled(function: F) -> F:
     return function
 
 
+def is_composite(op: Any) -> bool:
+    """Whether an op is made of others, which a dispatch mode sees in its place. (Torch tells of kernels by
+    private names alone.)"""
+    if not isinstance(op, OpOverload) or not torch._C._dispatch_has_kernel(op.name()):
+        # Some overloads are TorchScript's alone.
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
 # -- dispatch modes -----------------------------------------------------------------------------------
 class DispatchMode(TorchDispatchMode):
     """The base of every dispatch mode here.

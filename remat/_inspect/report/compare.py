@@ -15,7 +15,7 @@ from remat._inspect.report.explain import Explanation, name_of, notes, si
 from remat._inspect.report.measure import Measured, measure
 from remat._inspect.report.records import VERSION, cockpit_record, measured_record
 from remat._inspect.report.tables import Page, Shown, Table
-from remat.policies import Policy, PolicyLike, as_policy
+from remat.policies import Policy, PolicyLike, as_policy, several_given
 from remat.transforms import RematError
 
 
@@ -113,9 +113,7 @@ def compare(
         >>> [(policy, each.kept_bytes, each.recomputed.ops) for policy, each in found.rows]
         [(save_nothing, 0, 2), (save_everything, 32, 0)]
     """
-    if isinstance(policies, Policy):
-        raise RematError(f"compare(policies={policies!r}) takes several: write policies=[{policies!r}].")
-    chosen = BUILT_IN if policies is None else tuple(map(as_policy, policies))
+    chosen = BUILT_IN if policies is None else several_given("compare", policies)
     if not chosen:
         raise RematError("compare(fn, policies=[]): give at least one policy, such as save_matmuls.")
     given = joined_keywords(keywords, kwargs)

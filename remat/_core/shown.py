@@ -1,0 +1,32 @@
+"""How messages call a value that a user passed: no addresses, no numbers of tensors, no pages of text."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType)
+
+
+def described(value: Any) -> str:
+    """A value as a message calls it.
+
+    Example:
+        >>> from remat._core import described
+        >>> described(described), described(0.4), described(float)
+        ('the function described', '0.4 of type float', 'the class float')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, _FUNCTIONS):
+        return f"the function {value.__name__}"
+    kind = type(value).__name__
+    article = "an" if kind[0] in "AEIOU" else "a"
+    if isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return f"{article} {kind}"
+    text = repr(value)
+    if len(text) > 80 or " object at 0x" in text:
+        return f"{article} {kind}"
+    return text if value is None else f"{text} of type {kind}"
