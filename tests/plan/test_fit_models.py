@@ -448,7 +448,7 @@ class Balanced(nn.Module):
         (Told, 0.001),
         (Squashed, 0.001),
         (Stable, 0.05),  # planned 4 % above what it takes: what nobody reads goes before the end
-        (Memories, 0.1),
+        (Memories, 0.001),
         (OldConstants, 0.03),
         (Slices, 0.001),
         (Called, 0.001),
