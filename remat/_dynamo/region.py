@@ -115,8 +115,8 @@ def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwa
     policy: Policy = options.policy
     if needs_call(policy):
         policy = bind(policy, body.bare(), tuple(body.without_data(operands)), {})
-        if getattr(policy, "recomputes_nothing", False) and not body.named and outermost_traced():
-            # The compiler keeps at most that, and less where it fuses: a mask in place of a float.
+        if getattr(policy, "left_to_compiler", False) and not body.named and outermost_traced():
+            # A compiler keeps less where it fuses: a mask in place of a float.
             return run_transparently(body, operands, {})
     if body.named:
         policy = policy.interleaved()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from remat._core import Decision, OpInfo
@@ -11,10 +11,10 @@ from remat._region import name_of_region
 from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.calls import Trust, graph_of, paths_of, trust_in
 from remat.plan.chain import frontier
-from remat.plan.compared import candidates, ready
+from remat.plan.compared import candidates, compiler_keeps_no_more, ready
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
-from remat.plan.plans import Plan, carried, meet, met
+from remat.plan.plans import Following, Plan, carried, meet, met
 from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, in_doubt, least, solve
 from remat.policies import Numbered, Policy, save_everything
 from remat.transforms import RematError
@@ -107,7 +107,10 @@ class BudgetPolicy(Numbered):
             found = paths.followed.get(how)
             if found is None:
                 plans = [self._plan(graph, fn) for graph in paths.graphs]
-                found = paths.followed[how] = carried(plans, paths)
+                found = carried(plans, paths)
+                if self.peak is None and is_tracing() and isinstance(found, Following):
+                    found = replace(found, needless=_needless(paths.graphs, plans))
+                paths.followed[how] = found
         return found
 
     def trust(self, anchor: Any) -> Trust | None:
@@ -119,6 +122,15 @@ class BudgetPolicy(Numbered):
             f"{self!r} decides for a whole region, not for {info.op} alone: pass it as "
             "remat(fn, policy=...), or ask for the plan with policy.plan(fn, *args)."
         )
+
+
+def _needless(graphs: Sequence[Graph], plans: Sequence[Plan]) -> bool:
+    """Whether a compiler that is left to itself keeps no more than any of these plans."""
+    for graph, plan in zip(graphs, plans, strict=True):
+        values = sum(kept.bytes for kept in plan.kept if kept.position >= 0)
+        if plan.sent or not compiler_keeps_no_more(graph, values, plan.kept_bytes - values):
+            return False
+    return bool(plans)
 
 
 def _settled(graph: Graph, problem: Problem, budget: int, solved: Solved, model: CostModel) -> Solved:

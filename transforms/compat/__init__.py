@@ -28,6 +28,7 @@ from remat.transforms.compat.ambient import (
 )
 from remat.transforms.compat.aot import (
     above_all,  # let autograd and functorch work in the kernel of an op
+    as_inductor_gets_it,  # a joint graph in the ops that it is asked about under Inductor
     at_hand,  # a number; of a symbol the one that it has in the example
     backend,  # the compiler that torch.compile knows as `name`
     bypassing_wrapper,  # the operator by which Dynamo leaves to us what is done with a traced function

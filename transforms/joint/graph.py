@@ -24,6 +24,8 @@ from remat.transforms.compat import (
     functions_as_they_are,
     hooks_aside,
     is_fake,
+    memory_is_real,
+    next_node,
     outside_all_modes,
     running_node,
     storage_held,
@@ -42,6 +44,7 @@ from remat.transforms.ops import is_cast_of_leaf, traits
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
 from remat.transforms.sharded import Wrapper, local_tensors, wraps
+from remat.transforms.tape import shapes_read
 
 
 def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -65,6 +68,11 @@ class JointRecorder(DispatchMode):
         self.captured: dict[int, torch.Tensor] = {}
         self.made: tuple[int, ...] = ()
         self.dropped: tuple[int, ...] = ()
+        self.shapes = frozenset[int]()
+        # Which node each value was saved for, counted from the first of the forward.
+        self.owners: list[tuple[int, int]] = []
+        self.start = next_node()
+        self.on_memory = memory_is_real()
         self.gradients: tuple[int, ...] = ()
         self.differentiated: tuple[int, ...] = ()
         self.in_forward = True
@@ -183,7 +191,9 @@ class JointRecorder(DispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A saved-tensor hook: notes what autograd keeps."""
-        self.saved[self.number(tensor)] = None
+        number = self.number(tensor)
+        self.saved[number] = None
+        self.owners.append((next_node() - 1 - self.start, number))
         # An op's own result would hold on to the op that holds it: a cycle that nothing collects. And whose
         # the other handle is tells whether Python holds the tensor, too.
         with self.lives.keeping():
@@ -308,6 +318,7 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...], hooks: bool)
         results=results,
         made=recorder.made,
         dropped=recorder.dropped,
+        shapes=recorder.shapes,
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
         holes=holes_of(recorder),
@@ -382,6 +393,8 @@ def differentiated(
     recorder.made = tuple([recorder.number(t) for t in parts_of(out, args, kwargs)[1]])
     numbers = tuple(dict.fromkeys([*map(recorder.number, results), *recorder.made]))
     recorder.forward_ends()
+    if hooks:
+        recorder.shapes = _read_for_shape(recorder, results)
     if not backward:
         return numbers
     active = [t for t in results if t.requires_grad]
@@ -400,6 +413,18 @@ def differentiated(
     if not hooks:
         recorder.saved = _read_in_backward(recorder, numbers)
     return numbers
+
+
+def _read_for_shape(recorder: JointRecorder, results: list[torch.Tensor]) -> frozenset[int]:
+    """The saved values of which every node reads the shape alone, in a run on tensors with memory."""
+    if not recorder.on_memory:
+        return frozenset()
+    values = [recorder.values[number] for _, number in recorder.owners]
+    metas: list[Any] = [(torch.Size(v.shape), v.stride, v.dtype, v.device) for v in values]
+    saved = [(owner, meta) for (owner, _), meta in zip(recorder.owners, metas, strict=True)]
+    places = shapes_read([op.target for op in recorder.ops], results, recorder.start, saved)
+    found = {recorder.owners[place][1] for place in places}
+    return frozenset(found - {n for at, (_, n) in enumerate(recorder.owners) if at not in places})
 
 
 def _empty_like(results: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -137,6 +137,8 @@ class Joint:
         made: those that it has made, each once, and what else outlives it, such as a module's attribute.
         dropped: values that were packed by nodes which were gone before the forward ended: no backward reads
             them, but an engine that recomputes what was packed does not know.
+        shapes: those of `saved` of which nodes read the shape alone, so that an engine in eager code keeps
+            nothing for them.
         gradients: the values that the backward ends in, of those inputs that have a gradient.
         differentiated: those inputs, in the same order.
         holes: the calls that were left out, in order.
@@ -162,6 +164,7 @@ class Joint:
     hooked: bool = True
     made: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
+    shapes: frozenset[int] = frozenset()
     held: tuple[int, ...] = field(default=(), compare=False)
     ends: tuple[int, ...] = field(default=(), compare=False)
     target: str = field(default_factory=target_kind)

@@ -31,6 +31,7 @@ from remat.transforms.tape.replay import (
 )
 from remat.transforms.tape.shapes import (
     read_for_shape,  # the saved values whose shape is all that their nodes read
+    shapes_read,  # the same of a run that is not on a tape
     standing_for,  # what autograd gets for one: its shape, in the memory of one element
 )
 from remat.transforms.tape.snapshots import (

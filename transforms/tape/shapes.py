@@ -9,6 +9,7 @@ of first and second order. What it has not shown for an op, dtype, device or ver
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -58,26 +59,40 @@ def read_for_shape(tape: Tape, outs: Sequence[torch.Tensor], start: int) -> froz
 
     `start`: the number of the first node.
     """
-    facts = [traits(node.op) for node in tape.nodes]
-    if not any([known.name in _OPS for known in facts]) or not (_SHOWN and memory_is_real()):
+    if not (any([traits(node.op).name in _OPS for node in tape.nodes]) and memory_is_real()):
+        return frozenset()
+    saved = [(owner, tape.meta_of(tape.packed[at][0])) for at, owner in enumerate(tape.owners)]
+    return shapes_read([node.op for node in tape.nodes], outs, start, saved)
+
+
+def shapes_read(
+    ops: Sequence[Any],
+    outs: Sequence[torch.Tensor],
+    start: int,
+    saved: Sequence[tuple[int | None, Meta]],
+) -> frozenset[int]:
+    """Of the values that autograd `saved`, for which node and with what metadata: the places of those whose
+    shape is all that the nodes behind `outs` read, in a run of these ops on tensors with memory.
+
+    `start`: the number of the first node; those of `saved` count from there.
+    """
+    facts = [traits(op) for op in ops]
+    if not (_SHOWN and any([known.name in _OPS for known in facts])):
         return frozenset()
     if any([known.changes_shape for known in facts]):
         return frozenset()
     nodes = nodes_behind([node_of(t) for t in outs], start)
     names = {node._sequence_nr() - start: type(node).__name__ for node in nodes}
-    saved: dict[int, list[int]] = {}
-    for place, owner in enumerate(tape.owners):
+    places: dict[int, list[int]] = {}
+    for place, (owner, meta) in enumerate(saved):
         if owner is not None and names.get(owner) in NODES:
-            meta = tape.meta_of(tape.packed[place][0])
             if meta[2].is_floating_point or meta[2].is_complex:
-                saved.setdefault(owner, []).append(place)
-    return frozenset(
-        [places[0] for places in saved.values() if len(places) == 1 and _is_shown(tape, places[0])]
-    )
+                places.setdefault(owner, []).append(place)
+    return frozenset([one[0] for one in places.values() if len(one) == 1 and _is_shown(saved[one[0]][1])])
 
 
-def _is_shown(tape: Tape, place: int) -> bool:
-    shape, stride, dtype, device = tape.meta_of(tape.packed[place][0])
+def _is_shown(meta: Meta) -> bool:
+    shape, stride, dtype, device = meta
     if dtype not in _DTYPES or device.type not in _DEVICES or stride is None:
         return False
     # The layout of gradients may be that of the input.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from remat.plan.graph import Graph
-from remat.transforms import RematError, map_only
-from remat.transforms.compat import fake_mode, outside_all_modes, partitioner_choice
+from remat.transforms import RematError, map_only, traits
+from remat.transforms.compat import as_inductor_gets_it, fake_mode, outside_all_modes, partitioner_choice
 from remat.transforms.joint import Joint, Ref
 
 SOLVERS = ("dp", "ilp", "greedy")
@@ -105,3 +106,51 @@ def candidates(graph: Graph, budget: int, shares: Sequence[float] = (1.0, 0.9)) 
         bases = {joint.family[joint.values[v].storage][0] for v in plan.values}
         found.append((f"torch (budget {asked:.2f})", set(graph.places(bases))))
     return found
+
+
+def compiler_keeps_no_more(graph: Graph, values: int, inputs: int) -> bool:
+    """Whether Inductor's partitioner, left to itself, keeps at most `values` bytes that ops have made, and so
+    many with `inputs` bytes of arguments.
+
+    It sees a graph in its parts, and may keep a mask of one byte an element where a plan has a float.
+    """
+    if not graph.alone or not values:
+        return False
+    made, given = graph.solved.made("compiler", lambda: _kept_by_compiler(graph.joint))
+    return made <= values and made + given <= values + inputs
+
+
+def _kept_by_compiler(joint: Joint) -> tuple[float, float]:
+    """Bytes that Inductor's partitioner keeps: of what ops make, and of arguments; infinite if unknown."""
+    try:
+        with outside_all_modes():
+            module = as_inductor_gets_it(to_fx(_without_writes(joint)))
+            inputs = [v for v, value in enumerate(joint.values) if value.producer < 0]
+            held = [k for k, v in enumerate(inputs) if joint.values[v].origin == "parameter"]
+            names = {*partitioner_choice(module, len(joint.results), held, 1.0, "dp")}
+    except Exception:
+        # Private code of torch, asked about graphs that it has not made: then the plan is carried out.
+        return math.inf, math.inf
+    bases = {_base(node) for node in module.graph.nodes if node.name in names}
+    made = sum(node.meta["val"].nbytes for node in bases if node.op != "placeholder")
+    arguments = [node for k, node in enumerate(module.graph.find_nodes(op="placeholder")) if k not in held]
+    return made, sum(node.meta["val"].nbytes for node in bases.intersection(arguments))
+
+
+def _without_writes(joint: Joint) -> Joint:
+    """The graph with new results in the place of writes, where no view looks at what is written."""
+    ops = list(joint.ops)
+    for at, op in enumerate(ops):
+        name, alone = op.target.__name__, len(op.mutates) == len(op.outputs) == 1
+        packet = getattr(torch.ops.aten, name.partition(".")[0].removesuffix("_"), None)
+        makers = {joint.values[v].producer for m in op.mutates for v in joint.family[joint.values[m].storage]}
+        if alone and packet is not None and not any(traits(ops[k].target).view for k in makers if k >= 0):
+            ops[at] = replace(op, target=getattr(packet, op.target._overloadname), mutates=())
+    return replace(joint, ops=tuple(ops))
+
+
+def _base(node: torch.fx.Node) -> torch.fx.Node:
+    """What a node is a view of, or itself."""
+    while node.op == "call_function" and traits(node.target).view:
+        node = node.all_input_nodes[0]
+    return node

@@ -64,7 +64,8 @@ class Graph:
         ops = tuple(
             (op.name, repr((op.args, op.kwargs)), op.reads, op.outputs, op.forward) for op in joint.ops
         )
-        return ops, joint.values, joint.storages, joint.saved, joint.gradients, joint.differentiated
+        ends = joint.saved, joint.shapes, joint.gradients, joint.differentiated
+        return ops, joint.values, joint.storages, *ends
 
     def check_differentiated(self, name: str) -> None:
         """Raise where there is no backward to keep anything for.
@@ -143,11 +144,16 @@ class Graph:
         return sum(storages.values())
 
     @cached_property
+    def _wanted(self) -> tuple[int, ...]:
+        """What a backward needs the numbers of."""
+        return tuple([v for v in self.joint.saved if v not in self.joint.shapes])
+
+    @cached_property
     def lent(self) -> frozenset[int]:
         """Inputs that the region would need if it kept nothing, and that the caller may let go of: as the
         problem numbers them."""
         joint, found = self.joint, set[int]()
-        stack = list(joint.saved)
+        stack = list(self._wanted)
         while stack:
             if (number := stack.pop()) not in found:
                 found.add(number)
@@ -173,7 +179,7 @@ class Graph:
             reads[later] += (len(producer),)
             producer.append(earlier)
             size.append(INF)
-        need = frozenset(self.places((*self.joint.saved, *self.joint.dropped)))
+        need = frozenset(self.places((*self._wanted, *self.joint.dropped)))
         return Problem(tuple(cost), tuple(reads), tuple(producer), tuple(size), need=need)
 
     def places(self, numbers: Iterable[int]) -> tuple[int, ...]:

@@ -86,6 +86,8 @@ class Following(Policy):
     plans: tuple[Plan, ...]
     # Of the call that they were made for; None where the user chose the plan.
     known: Known | None = field(default=None, compare=False, repr=False)
+    # Whether torch.compile alone would keep no more.
+    needless: bool = field(default=False, compare=False, repr=False)
     counts = planned = True
 
     @functools.cached_property
@@ -99,10 +101,12 @@ class Following(Policy):
         return self.known is not None and not self.plans
 
     @property
-    def recomputes_nothing(self) -> bool:
-        """Whether all that costs anything is kept on the device, and all that autograd keeps may be."""
+    def left_to_compiler(self) -> bool:
+        """Whether compiled code keeps no more without the plan: all that autograd keeps may be kept, or a
+        compiler left to itself keeps less."""
         plans = self.plans
-        return bool(plans) and all(p.cost == 0 and not p.sent and p.budget >= p.default_bytes for p in plans)
+        free = all(p.cost == 0 and not p.sent and p.budget >= p.default_bytes for p in plans)
+        return self.needless or (bool(plans) and free)
 
     @functools.cached_property
     def key(self) -> Hashable:
