@@ -297,7 +297,8 @@ class _Look:
             self.room -= 1
             self._loosely(self._own, value)
         else:
-            found += (name_of(kind), id(value))
+            # Two functions are never alike. (What Dynamo has traced is an object of the library's.)
+            found += (name_of(kind), Identity(value) if callable(value) else id(value))
 
     def _own(self, value: Any) -> None:
         """The attributes and slots of an object, in the order in which they were set."""
