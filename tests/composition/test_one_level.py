@@ -1,5 +1,6 @@
-"""One level of torch.func that differentiates, vmaps inside of it and around: a region's function runs once,
-as under plain autograd, and what it gives is bit for bit what torch gives without regions."""
+"""One level of torch.func that differentiates in reverse, vmaps and forward mode inside of it and around: a
+region's function runs once, as under plain autograd, and what it gives is bit for bit what torch gives
+without regions."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import (
     RematError,
@@ -57,6 +58,28 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "vmap(vjp)": lambda f: vmap(lambda w, x: vjp(f, w, x)[1](ONES), (None, 0))(W, XS),
     "vmap(jacrev)": lambda f: vmap(jacrev(f), (0, None))(WS, X),
     "jacrev(vmap)": lambda f: jacrev(vmap(f, (0, None)))(WS, X),
+    "jvp(grad)": lambda f: jvp(lambda w: grad(summed(f), (0, 1))(w, X), (W,), (WS[0],)),
+    "jvp(grad) of both": lambda f: jvp(grad(summed(f), (0, 1)), (W, X), (WS[0], XS[0])),
+    "jvp(grad) of what it captures": lambda f: jvp(
+        lambda w: grad(lambda x: f(w, x).sin().sum())(X), (W,), (WS[0],)
+    ),
+    "jvp(vjp)": lambda f: jvp(lambda w: vjp(f, w, X)[1](ONES), (W,), (WS[0],)),
+    "hessian": lambda f: hessian(summed(f))(W, X),
+    "vmap(hessian)": lambda f: vmap(hessian(summed(f)), (0, None))(WS, X),
+    "laplacian": lambda f: vmap(lambda t: jvp(grad(summed(f)), (W, X), (t, ONES))[1])(WS),
+    "vmap(jvp(grad))": lambda f: vmap(lambda w, x: jvp(grad(summed(f)), (w, x), (w, ONES)))(WS, XS),
+    "jvp(vmap(grad))": lambda f: jvp(lambda w: vmap(grad(summed(f)), (None, 0))(w, XS), (W,), (WS[0],)),
+    "grad(jvp)": lambda f: grad(lambda w, x: jvp(f, (w, x), (WS[0], XS[0]))[1].sin().sum(), (0, 1))(W, X),
+    "grad(vmap(jvp))": lambda f: grad(lambda w: vmap(lambda x: jvp(f, (w, x), (w, ONES))[1])(XS).sin().sum())(
+        W
+    ),
+    "jacrev(jacfwd)": lambda f: jacrev(jacfwd(summed(f)))(W, X),
+    "jvp(jvp(grad))": lambda f: jvp(
+        lambda w: jvp(lambda w: grad(summed(f))(w, X), (w,), (WS[1],)), (W,), (WS[0],)
+    ),
+    "jvp(grad(jvp))": lambda f: jvp(
+        grad(lambda w: jvp(lambda x: f(w, x), (X,), (ONES,))[1].sin().sum()), (W,), (WS[0],)
+    ),
     "of the cotangent": lambda f: grad(lambda ct: vjp(f, W, X)[1](ct)[0].sin().sum())(ONES),
 }
 POLICIES = {
@@ -120,7 +143,33 @@ def test_dropout_is_drawn_as_without_regions(policy: str, randomness: str) -> No
         torch.testing.assert_close(run(region), run(noisy), rtol=0, atol=0)
 
 
-def test_a_backward_at_the_level_records_nothing_of_what_is_recomputed() -> None:
+FORMULAS = {
+    "solve": lambda w, x: torch.linalg.solve(w @ w.T + 9 * torch.eye(6, dtype=w.dtype), x.T).T,
+    "group norm": lambda w, x: F.group_norm((x @ w)[:, :, None], 2).squeeze(-1),
+    "zeros and views": lambda w, x: torch.cat(
+        [(x @ w).split(2, -1)[1], torch.zeros_like(x), x.T[0, :, None]], -1
+    ),
+    "no gradient": lambda w, x: (x @ w) / (x @ w).detach().abs().max() + torch.where(x > 0, x, 0.0),
+    "forward mode inside": lambda w, x: jvp(lambda x: (x @ w).sin(), (x,), (x.cos(),))[1] * x,
+    "batches inside": lambda w, x: vmap(lambda row: (row @ w).sin() * row)(x),
+}
+
+
+@pytest.mark.parametrize("program", FORMULAS)
+@pytest.mark.parametrize("way", [way for way in WAYS if "jvp" in way or way in ("hessian", "laplacian")])
+def test_backward_formulas_that_forward_mode_goes_through(way: str, program: str) -> None:
+    """Where nothing is recorded torch takes another formula for some, of which forward mode does not know."""
+    f: Any = FORMULAS[program]
+    if program == "zeros and views" and way in ("jvp(vjp)", "vmap(jvp(grad))", "grad(vmap(jvp))"):
+        f = lambda w, x, f=f: f(w, x)[:, :6]  # noqa: E731
+    want, region = pytree.tree_leaves(WAYS[way](f)), remat(f)
+    for _ in range(2):
+        got = pytree.tree_leaves(WAYS[way](region))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("around", ["grad", "jvp(grad)"])
+def test_a_backward_at_the_level_records_nothing_of_what_is_recomputed(around: str) -> None:
     x, ws = torch.randn(512, 32), [torch.randn(32, 32) for _ in range(12)]
 
     def peak(f: Any) -> int:
@@ -130,9 +179,12 @@ def test_a_backward_at_the_level_records_nothing_of_what_is_recomputed() -> None
                 h = f(w, h)
             return h.sum()
 
-        grad(loss)(ws)
+        def run() -> Any:
+            return grad(loss)(ws) if around == "grad" else jvp(grad(loss), (ws,), (ws,))
+
+        run()
         with LiveBytes() as live:
-            grad(loss)(ws)
+            run()
         return live.peak
 
     def wide(w: Tensor, x: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def test_three_dots_and_sines(ops_of, policy, dot, shape, sines, dots):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
-@pytest.mark.parametrize("mode", ["backward", "grad", "hessian"])
+@pytest.mark.parametrize("mode", ["backward", "grad", "hessian", "grad of grad"])
 def test_nested_regions_run_the_inner_function_once_more_each(depth, mode):
     runs = []
 
@@ -97,12 +97,15 @@ def test_nested_regions_run_the_inner_function_once_more_each(depth, mode):
     region = inner
     for _ in range(depth):
         region = remat(region)
+    loss = lambda x: region(x).sum()  # noqa: E731
     if mode == "backward":
-        region(rand(3).requires_grad_()).sum().backward()
+        loss(rand(3).requires_grad_()).backward()
+    elif mode == "grad of grad":
+        grad(lambda x: grad(loss)(x).sum())(rand(3))
     else:
-        (grad if mode == "grad" else hessian)(lambda x: region(x).sum())(rand(3))
-    # The tape runs again, not the function, but under nested levels.
-    assert len(runs) == (1 + depth if mode == "hessian" else 1)
+        (grad if mode == "grad" else hessian)(loss)(rand(3))
+    # The tape runs again, not the function, but where two levels differentiate in reverse.
+    assert len(runs) == ((1 + depth) * (2 + depth) // 2 if mode == "grad of grad" else 1)
 
 
 @BACKWARDS

@@ -117,6 +117,7 @@ WAYS = {
     "grad": lambda fn: grad(total(fn))(rand(3, 2)),
     "vmap of grad": lambda fn: vmap(grad(total(fn)))(rand(2, 3, 2)),
     "hessian": lambda fn: hessian(total(fn))(rand(3, 2)),
+    "grad of grad": lambda fn: grad(lambda x: grad(total(fn))(x).square().sum())(rand(3, 2)),
     "a raw kernel beside it": lambda fn: plainly(fn),
 }
 
@@ -131,7 +132,7 @@ def test_a_cache_that_the_forward_fills(make, way, policy):
         return (lambda x: fn(x) * (x + unseen(x, 0.5)).tanh()) if way.startswith("a raw") else fn
 
     want, region = WAYS[way](beside(make())), remat(beside(make()), policy=policy)
-    for _ in range(2):
+    for _ in range(1 if way == "hessian" else 2):
         same(WAYS[way](region), want)
 
 
@@ -206,8 +207,9 @@ def overwritten():
 
 def test_a_table_that_is_another_one_in_the_second_run_is_told():
     with pytest.raises(RematError, match="does not repeat its forward"):
-        hessian(total(remat(another_table())))(rand(3, 2))
-    same(WAYS["grad"](remat(another_table())), WAYS["grad"](another_table()))
+        WAYS["grad of grad"](remat(another_table()))
+    for way in ("hessian", "grad"):
+        same(WAYS[way](remat(another_table())), WAYS[way](another_table()))
 
 
 def test_a_table_that_is_overwritten_before_the_backward_is_told():

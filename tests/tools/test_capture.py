@@ -178,7 +178,8 @@ def test_between_forward_and_backward_only_what_is_named_lives_besides(wrap, und
             found: list[int] = []
             runs[under](lambda w, captures=captures: step(X, w, captures))
         kept.append(found)
-    assert kept[0] == kept[1] and kept[0]
+    # (Forward mode around a capture's region takes the primitive, which keeps no tangent.)
+    assert (kept[1] <= kept[0] if under == "jvp grad" else kept[0] == kept[1]) and kept[0]
 
 
 @pytest.mark.parametrize("mode", ["plain", "func"])

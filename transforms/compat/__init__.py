@@ -101,8 +101,10 @@ from remat.transforms.compat.autograd import (
     level_of,  # the level that a tensor belongs to
     level_stack,  # all of them, from the outermost; None outside every transform
     levels,  # the same as numbers, kinds and vmap's randomness
+    made_dual,  # a tensor that a level of forward mode pushes a tangent of forward
     next_node,  # the number that this thread's next autograd node gets
     outside_batched_grads,  # leave the vmap of `is_grads_batched`, under which no op may draw
+    parts_of,  # the plain tensors that make up a tensor with tangents, and the wrappers around them
     pop_hooks,  # take the innermost saved-tensor hooks off
     profiling,  # whether a profiler of autograd is on
     push_hooks,  # set saved-tensor hooks without a context manager's cost
@@ -117,6 +119,7 @@ from remat.transforms.compat.autograd import (
     unwrap_if_dead,  # take dead wrappers off
     unwrap_once,  # take one wrapper off
     unwrapped,  # the plain tensor at the bottom of all functorch wrappers of `tensor`
+    up_to_level,  # leave the levels inside of one for a while
     version_kept,  # writes to a tensor within are told to nobody
     watch_transforms,  # have that asked from now on, or no more
     wrap_for_grad,  # wrap a tensor for a level of grad or jvp

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._C import _autograd as _autograd_c
 from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
-from torch._C._functorch import TransformType
+from torch._C._functorch import TransformType, pop_dynamic_layer_stack, push_dynamic_layer_stack
 from torch._functorch import eager_transforms
 from torch._functorch import utils as functorch_utils
 from torch._functorch import vmap as functorch_vmap
@@ -439,6 +439,63 @@ def wrappers_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[tuple[int, in
             tensor, dim = unwrap_once(tensor), None
         around.append((level, dim))
     return tensor, tuple(around)
+
+
+def parts_of(
+    tensor: torch.Tensor, forward: Collection[int]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[Any, ...]]:
+    """A tensor and its tangents at the levels `forward`, tangents of tangents included; the plain tensors
+    below all levels that these are; and the wrappers around the first as `wrappers_of` has them. Of one with
+    a tangent, in the place of the dimension: which of the parts that is, and the wrappers around it."""
+    tops: list[torch.Tensor] = []
+    bottoms: list[torch.Tensor] = []
+    around = _add_parts(tensor, forward, tops, bottoms)[1]
+    return tops, bottoms, around
+
+
+def _add_parts(
+    top: torch.Tensor, forward: Collection[int], tops: list[torch.Tensor], bottoms: list[torch.Tensor]
+) -> tuple[int, tuple[Any, ...]]:
+    at, around = len(tops), []
+    tops.append(top)
+    bottoms.append(top)
+    while is_wrapped(top):
+        level = level_of(top)
+        if is_batched(top):
+            lower, dim = unwrap_batched(top, level)
+        else:
+            lower, dim = unwrap_once(top), None
+            if level in forward:
+                with up_to_level(level):
+                    tangent = tangent_of(top)
+                dim = None if tangent is None else _add_parts(tangent, forward, tops, bottoms)
+        around.append((level, dim))
+        top = lower
+    bottoms[at] = top
+    return at, tuple(around)
+
+
+@contextlib.contextmanager
+def up_to_level(number: int) -> Iterator[None]:
+    """Leave the levels inside of this one for a while, also from within an op of one of them."""
+    aside, key = [], torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+    snapshot = torch._C.DispatchKey.PythonTLSSnapshot  # (as in `_snapshot_taken`)
+    try:
+        while depth() > number:
+            aside.append(pop_dynamic_layer_stack())
+        included = torch._C._dispatch_tls_local_include_set() | torch._C.DispatchKeySet(key)
+        excluded = torch._C._dispatch_tls_local_exclude_set().remove(key).remove(snapshot)
+        with torch._C._ForceDispatchKeyGuard(included, excluded):
+            yield
+    finally:
+        while aside:
+            push_dynamic_layer_stack(aside.pop())
+
+
+def made_dual(primal: torch.Tensor, tangent: torch.Tensor, level: int) -> torch.Tensor:
+    """A tensor that a level of forward mode pushes a tangent of forward."""
+    with up_to_level(level):
+        return torch._make_dual(primal, tangent, level=0)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def wrapped_dead(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,12 @@
-"""The frame under torch.func, where one level differentiates, with vmaps inside of it and around.
+"""The frame under torch.func, where one level differentiates in reverse, with vmaps and forward mode inside
+of it and around.
 
-The tape lies below all levels and sees batched ops. What autograd saves at the level is a wrapper, detached
-at every level below. Its number on the tape tells what it is, and its wrappers are put around it again when
-it is read. The level's own backward is recorded (`create_graph=True`), and nothing differentiates that:
-so no node that reads recomputed values is recorded. Torch sets grad mode anew for each node.
+The tape lies below all levels and sees batched ops, and those that push tangents forward. What autograd
+saves at the level is a wrapper, detached at every level below. Its number on the tape tells what it is, and
+its wrappers are put around it again when it is read; a tangent has a number of its own. The level's own
+backward is recorded (`create_graph=True`), and nothing differentiates that: so no node that reads recomputed
+values is recorded. Torch sets grad mode anew for each node. Under forward mode, which goes through the
+backward, too, nodes are recorded and hold nothing.
 
 What this does not serve takes the primitive: a level or a tensor below that is differentiated, too; functions
 that run again as a whole; derivatives inside.
@@ -14,13 +17,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from remat.transforms.closure import Bindings
 from remat.transforms.compat import (
     GRAD,
+    JVP,
     VMAP,
     add_batch_dim,
     allow_hooks,
+    batched_grads_around,
     below_levels,
     dual_level_open,
     graph_task,
@@ -31,7 +37,11 @@ from remat.transforms.compat import (
     is_dead,
     level_of,
     level_stack,
+    made_dual,
+    parts_of,
+    push_hooks,
     refuse_hooks,
+    running_node,
     set_grad_enabled,
     top_hooks,
     uncompiled_calls,
@@ -66,15 +76,20 @@ class Unserved(BaseException):
 
 def served_level() -> int | None:
     """The level that differentiates, if it is the only one and a frame serves what runs here."""
-    number = None
+    number, forward = None, False
     for level in level_stack() or ():
         key = level.key()
         if key == GRAD and number is None:
             number = level.level()
+        elif key == JVP:
+            forward = True
         elif key != VMAP:
             return None
-    if number is None or dual_level_open() or torch.is_inference_mode_enabled():
+    # (A plain dual level pushes tangents forward below all levels.)
+    if number is None or (dual_level_open() and not forward) or torch.is_inference_mode_enabled():
         return None
+    if forward and batched_grads_around():
+        return None  # by a vmap that does not know of tangents
     hooks = top_hooks()
     if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), LevelFrame):
         return None
@@ -86,6 +101,7 @@ class LevelInputs(Inputs):
 
     Attributes:
         level: the number of the one that differentiates.
+        forward: the numbers of those of forward mode, each with a wrapper that tells whether it has ended.
         around: the wrappers of each argument.
         graded: the arguments that it differentiates.
     """
@@ -93,10 +109,19 @@ class LevelInputs(Inputs):
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], level: int) -> None:
         super().__init__(region, args, kwargs)
         self.level = level
-        pairs = [wrappers_of(t) for t in self.tensors]
-        self.local, self.around = [bottom for bottom, _ in pairs], tuple([around for _, around in pairs])
+        numbers = [one.level() for one in level_stack() or () if one.key() == JVP]
+        self.forward = {number: wrap_for_grad(_PROBE, number) for number in numbers}
+        if self.forward:
+            parts = [quiet(parts_of, t, self.forward) for t in self.tensors]
+            # Tangents come after all the arguments.
+            tops = [tops[0] for tops, _, _ in parts] + [t for tops, _, _ in parts for t in tops[1:]]
+            self.local = [below[0] for _, below, _ in parts] + [t for _, below, _ in parts for t in below[1:]]
+            self.around = tuple([around for _, _, around in parts])
+        else:
+            tops, pairs = self.tensors, [wrappers_of(t) for t in self.tensors]
+            self.local, self.around = [bottom for bottom, _ in pairs], tuple([around for _, around in pairs])
         self.inference = any([t.is_inference() for t in self.local])
-        self.graded = [i for i, t in enumerate(self.tensors) if at_level(t, level).requires_grad]
+        self.graded = [i for i, t in enumerate(tops) if at_level(t, level).requires_grad]
         self.undo: Any = None
 
     def signature(self) -> Any:
@@ -179,10 +204,18 @@ class LevelFrame(Frame):
             super().break_off(recorder, error)
 
     def end(self, known: Any, recorder: Recorder, out: Any) -> None:
-        results = split(flatten(out)[0])[0]
+        results, forward = split(flatten(out)[0])[0], self.inputs.forward
+        if forward:
+            parts = [quiet(parts_of, t, forward) for t in results]
+            results, bottoms = (
+                [t for tops, _, _ in parts for t in tops],
+                [t for _, ts, _ in parts for t in ts],
+            )
+        else:
+            bottoms = [wrappers_of(t)[0] for t in results]
         self.ends = [at_level(t, self.inputs.level) for t in results]
         with below_levels():
-            super().end(known, recorder, [wrappers_of(t)[0] for t in results])
+            super().end(known, recorder, bottoms)
 
     def differentiated(self, out: Any) -> list[torch.Tensor]:
         return [t for t in self.ends if node_of(t) is not None]
@@ -204,41 +237,50 @@ class LevelFrame(Frame):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if self.inner:  # a region inside hands over what it reads
-            bottom, around = tensor, None
-        elif not in_transform():
-            raise self._not_served()
-        else:
-            bottom, around = wrappers_of(tensor)
-        if self.saved is not None:
-            self.saved.append((bottom, version_of(bottom)))
+            with below_levels():
+                return self._packed(tensor)
+        parts, around = self._parts(tensor)
         with below_levels():
-            handle = super().pack(bottom)
-        return handle if around is None else (handle, around)
+            handles = [self._packed(part) for part in parts]
+        return (handles[0] if len(handles) == 1 else handles), around
 
     def pack_expected(self, tensor: torch.Tensor) -> Any:
         if self.inner:
             return super().pack_expected(tensor)
+        if self.inputs.forward or not in_transform():
+            parts, around = self._parts(tensor)
+            handles = [self._expected(part) for part in parts]
+            return (handles[0] if len(handles) == 1 else handles), around
+        bottom, around = wrappers_of(tensor)
+        return self._expected(bottom), around
+
+    def _parts(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
         if not in_transform():
             raise self._not_served()
+        if self.inputs.forward:
+            return quiet(parts_of, tensor, self.inputs.forward)[1:]
+        bottom, around = wrappers_of(tensor)
+        return [bottom], around
+
+    def _packed(self, bottom: torch.Tensor) -> Any:
+        if self.saved is not None:
+            self.saved.append((bottom, version_of(bottom)))
+        return Frame.pack(self, bottom)
+
+    def _expected(self, bottom: torch.Tensor) -> Any:
         recorder: Any = self.recorder
         at = recorder.packs
-        bottom, around = wrappers_of(tensor)
         if recorder.expects(bottom):
-            return at, around
+            return at
         self.handles += [None] * (at - len(self.handles))
-        return self.pack(tensor)
+        with below_levels():
+            return self._packed(bottom)
 
     def unpack(self, handle: Any) -> torch.Tensor:
         if type(handle) is not tuple:
             return super().unpack(handle)
         at, around = handle
-        if self.recorder is not None:
-            value = self._early(at)
-        elif not in_transform():
-            value = super().unpack(at)
-        else:
-            with below_levels():
-                value = super().unpack(at)
+        values = [self._value(one) for one in at] if type(at) is list else [self._value(at)]
         dead = is_dead(self.probe)
         if not (dead or self.whole) and torch.is_grad_enabled() and graph_task() != -1:
             if not in_pass_of_func():
@@ -247,17 +289,51 @@ class LevelFrame(Frame):
                     "torch.autograd.grad(create_graph=True). Nest the transforms instead: torch.func.grad of "
                     "a function that calls torch.func.grad."
                 )
-            set_grad_enabled(False)
-        batched = False
-        for level, dim in reversed(around):
-            if batched := dim is not None:
-                value = add_batch_dim(value, dim, level)
-            elif not dead:
-                value = wrap_for_grad(value, level)
+            if self.inputs.forward and isinstance(running_node(), BackwardCFunction):
+                pass  # it may differentiate itself
+            elif self.inputs.forward:
+                # A formula goes another way where nothing is recorded: one that forward mode does not know.
+                allow_hooks()
+                push_hooks(self.left, self.not_held)
+            else:
+                set_grad_enabled(False)
+        value = self._wrapped(values, 0, around, dead)
         if dead:
             # (Autograd gives what it unpacks a history, which a wrapper of an ended level hides.)
             return wrapped_dead(value)
-        return wrap_for_grad(value, self.inputs.level) if batched else value
+        return wrap_for_grad(value, self.inputs.level) if around and around[0][1] is not None else value
+
+    def left(self, tensor: torch.Tensor) -> None:
+        """What the recorded backward would save of a node: nothing differentiates that."""
+
+    def not_held(self, _: None) -> torch.Tensor:
+        raise RematError(
+            f"region {self.region.name!r} is differentiated twice by one torch.func transform. Nest two."
+        )
+
+    def _value(self, at: Any) -> torch.Tensor:
+        if self.recorder is not None:
+            return self._early(at)
+        if not in_transform():
+            return super().unpack(at)
+        with below_levels():
+            return super().unpack(at)
+
+    def _wrapped(self, values: list[torch.Tensor], at: int, around: Any, dead: bool) -> torch.Tensor:
+        """A value with the wrappers that it had; `dead`: but for those of grad's level."""
+        value = values[at]
+        for level, dim in reversed(around):
+            if type(dim) is tuple:
+                # (Of an ended level torch, too, reads the primal alone.)
+                if not is_dead(self.inputs.forward[level]):
+                    part, inside = dim
+                    tangent = self._wrapped(values, part, inside, dead)
+                    value = quiet(made_dual, value, tangent, level)
+            elif dim is not None:
+                value = add_batch_dim(value, dim, level)
+            elif not dead:
+                value = wrap_for_grad(value, level)
+        return value
 
     def _early(self, at: Any) -> torch.Tensor:
         """What a backward inside the forward reads: then all is held, and later calls take the primitive."""

@@ -159,10 +159,12 @@ class Recorder(WriteWatch):
         if self.local is not None and wraps(out):
             return out  # around `first`
         if not isinstance(out, torch.Tensor) or first is None or out is first:
-            if func is torch.ops.aten._has_same_storage_numel.default:
+            if func is torch.ops.aten._has_same_storage_numel.default and not self.tape.loose:
                 self.leave()
                 self.tape.loose = True
             return out
+        if out.is_meta and not first.is_meta:
+            return out  # its shape, for tangents known to be zero
         if func is torch.ops.aten._new_zeros_with_same_feature_meta.default or out.dtype != first.dtype:
             # Memory of its own, which a tangent is then copied into.
             self.leave()
