@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
-from torch.func import functional_call, grad, vjp, vmap
+from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from remat import remat, save_matmuls, save_nothing, scan_remat
 from tests.helpers import rand, same
@@ -157,3 +158,38 @@ def test_parameters_of_a_module_of_torchscript(policy):
         got = gradients(lambda fn: remat(fn, policy=policy))
         assert all(torch.allclose(got[name], expected[name]) for name in own)
         assert all(torch.equal(a, b) for a, b in zip(scripted.parameters(), net.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("given", ["all", "some", "trained"])
+def test_a_region_that_puts_parameters_in_itself(given: str) -> None:
+    """The module's own parameters are trained, and where others stand for all of them nothing reads those."""
+    net, calls = Net().double(), []
+    own = dict(net.named_parameters())
+    put = {name: p if given == "trained" else p.detach() for name, p in own.items()}
+    if given == "some":
+        del put["lin.bias"]
+
+    def loss(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        return functional_call(net, p, (x,)).square().sum()
+
+    region, xs = remat(loss), rand(4, 2, 3)
+    ways: list[Any] = [
+        lambda f: grad(f)(put, xs[0]),
+        lambda f: vmap(grad(f), (None, 0))(put, xs),
+        lambda f: jvp(lambda x: grad(f)(put, x), (xs[0],), (xs[1],)),
+    ]
+    for way in ways:
+        want = pytree.tree_leaves(way(loss))
+        for _ in range(2):
+            calls.clear()
+            got = pytree.tree_leaves(way(region))
+            same(got, want)
+            assert [t.requires_grad for t in got] == [t.requires_grad for t in want]
+            assert len(calls) == 1 or given != "all"
+    if given != "all":
+        of = [
+            torch.autograd.grad(grad(f)(put, xs[0])["lin.weight"].sum(), own["lin.bias"])
+            for f in (region, loss)
+        ]
+        same(*of)

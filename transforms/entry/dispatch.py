@@ -7,6 +7,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -272,6 +273,15 @@ def _framed(region: Region) -> int | None:
     return served_level()
 
 
+def _swaps(function: Any) -> bool:
+    """Whether a function seems to put other parameters into the modules that it captures.
+
+    A frame that meets a trained one after all leaves the call to the primitive, which begins again.
+    """
+    code = function.__code__ if type(function) in (FunctionType, MethodType) else None
+    return code is not None and "functional_call" in (*code.co_names, *code.co_freevars)
+
+
 @uncompiled
 def _run_leveled(
     region: Region,
@@ -294,7 +304,8 @@ def _run_leveled(
     known = None if below or key is None else region.traces.get(key)
     if known is None:
         reach = reached(region.function, *[leaf for leaf in inputs.leaves if leaf is not None])
-        if below or any([unwrapped(t).requires_grad for t in captured(reach)]):
+        trained = any([unwrapped(t).requires_grad for t in captured(reach)])
+        if below or (trained and not _swaps(region.function)):
             return _run_primitive(region, args, kwargs)
         inputs.note_world(reach)
     frame = LevelFrame(inputs)
