@@ -218,7 +218,7 @@ def test_a_table_stored_under_nested_levels_is_a_number_after_them():
         return (x * tables.setdefault("t", (2 * x).detach())).sin().sum()
 
     x = rand(3)
-    same(hessian(remat(fn))(x), torch.diag(-4 * x**2 * (2 * x * x).sin()))
+    same(jacrev(grad(remat(fn)))(x), torch.diag(-4 * x**2 * (2 * x * x).sin()))
     same(grad(lambda x: (x * tables["t"]).sum())(x), 2 * x)
 
 
