@@ -25,6 +25,7 @@ from remat.policies import PolicyLike as PolicyLike
 from remat.policies import offload_matmuls as offload_matmuls
 from remat.policies import offload_names as offload_names
 from remat.policies import place_of
+from remat.policies import register_op as register_op
 from remat.policies import save_all_but_names as save_all_but_names
 from remat.policies import save_attention as save_attention
 from remat.policies import save_collectives as save_collectives
@@ -72,6 +73,7 @@ __all__ = [
     "policies",
     "print_saved_residuals",
     "register_ambient",
+    "register_op",
     "remat",
     "save_all_but_names",
     "save_attention",
@@ -117,7 +119,8 @@ _ELSEWHERE = {
     "CheckpointPolicy": "remat.Decision",
     "checkpoint_policies": "remat.jax_names.checkpoint_policies",
     **{name: f"remat.nn.{name}" for name in ("apply", "apply_to", "regions", "remove")},
-    **{name: f"remat.plan.{name}" for name in ("Layout", "plan_chain", "register_cost")},
+    **{name: f"remat.plan.{name}" for name in ("Layout", "plan_chain")},
+    **dict.fromkeys(("register_cost", "register_costly_op"), "remat.register_op"),
     **{name: f"remat.layers.{name}" for name in ("stack_params", "unstack_params")},
 }
 

@@ -28,7 +28,8 @@ import torch
 from benchmarks.common.records import RESULTS
 from benchmarks.planner.compiled import compiled_problem
 from benchmarks.planner.models import MODELS, joint
-from remat.plan import Flops, Roofline, register_cost
+from remat import register_op
+from remat.plan import Flops, Roofline
 from remat.plan.compared import SOLVERS, TorchPlan, torch_plan
 from remat.plan.graph import Graph
 from remat.plan.solve import Problem, Solved, complete, keep_all, least, solve
@@ -41,9 +42,9 @@ COLUMNS: Sequence[str] = (
 ).split()
 BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
 COSTS = {"flops": Flops(), "time": Roofline("h100", fused=True)}
-register_cost("remat_bench::attention", lambda q, k, v: 4 * q[0] * q[1] * q[2] * k[2] * q[3])
-register_cost(
-    "remat_bench::attention_backward", lambda g, q, k, v, out: 10 * q[0] * q[1] * q[2] * k[2] * q[3]
+register_op("remat_bench::attention", flops=lambda q, k, v: 4 * q[0] * q[1] * q[2] * k[2] * q[3])
+register_op(
+    "remat_bench::attention_backward", flops=lambda g, q, k, v, out: 10 * q[0] * q[1] * q[2] * k[2] * q[3]
 )
 
 

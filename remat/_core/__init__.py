@@ -12,7 +12,7 @@ from remat._core.flops import (
     is_light,  # whether an op's price is the bytes that it moves
     known_flops,  # FLOPs of `op(*args, **kwargs)`, or None for an op that nobody gave a formula for
     op_name,  # `aten::mm` for every overload and for the packet
-    register_cost,  # tell policies and the planner what a custom op costs
+    set_price,  # let a custom op cost what a function says
 )
 from remat._core.keywords import (
     KeywordError,  # a keyword that may be meant for two functions

@@ -20,19 +20,8 @@ _REGISTERED: dict[str, Callable[..., float]] = {}
 _REMEMBERING: list[Callable[[], None]] = []
 
 
-def register_cost(op: Any, flops: Callable[..., float]) -> None:
-    """Tell policies and the planner what a custom op costs.
-
-    Args:
-        op: a `torch.ops` overload or packet, a `torch.library.custom_op`, or a name: `"lib::attention"`.
-        flops: called with the op's arguments, each tensor replaced by its shape (a tuple of ints); returns
-            the FLOPs of one call.
-
-    Example:
-        >>> from remat.plan import register_cost
-        >>> register_cost("lib::attention", lambda q, k, v: 4 * q[0] * q[1] * q[2] * k[2] * q[3])
-    """
-    name = op if isinstance(op, str) else getattr(op, "_qualname", None) or op_name(op)
+def set_price(name: str, flops: Callable[..., float]) -> None:
+    """Let an op with this qualified name cost what `flops` makes of its arguments, tensors as shapes."""
     _REGISTERED[name] = flops
     for forget in _REMEMBERING:
         forget()

@@ -120,7 +120,7 @@ class OpInfo:
 
     @property
     def flops(self) -> int:
-        """Floating point operations of the op: torch's formulas, those of `remat.plan.register_cost`, and the
+        """Floating point operations of the op: torch's formulas, those of `remat.register_op`, and the
         standard counts of factorizations, solves, FFTs and recurrent layers.
 
         0 for ops that have none, which are pointwise ops, reductions and views.

@@ -9,7 +9,9 @@ from remat.policies._base import PolicyLike as PolicyLike
 from remat.policies._base import as_policy as as_policy
 from remat.policies._base import check_verdict as check_verdict
 from remat.policies._catalogue import kind_of as kind_of
+from remat.policies._catalogue import register_cost as register_cost
 from remat.policies._catalogue import register_costly_op as register_costly_op
+from remat.policies._catalogue import register_op as register_op
 from remat.policies._makers import makes_policies as makes_policies
 from remat.policies._makers import place_of as place_of
 from remat.policies._makers import policy_given as policy_given
@@ -44,6 +46,7 @@ __all__ = [
     "offload_matmuls",
     "offload_names",
     "register_costly_op",
+    "register_op",
     "save_all_but_names",
     "save_attention",
     "save_cheaper_than",

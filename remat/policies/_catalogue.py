@@ -6,11 +6,12 @@ that a library registers later needs no import.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
-from remat._core import forget_when_priced
+from remat._core import forget_when_priced, set_price, warn_user
 from remat.transforms import BoundedCache, RematError
 from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 from remat.transforms.region import forget_all
@@ -132,29 +133,56 @@ def kind_of(op: Any) -> Kind | None:
         return kind
 
 
-def register_costly_op(op: Any, kind: Kind = "matmul") -> None:
-    """Make the built-in policies treat `op` as costly.
+def register_op(op: Any, *, kind: Kind | None = None, flops: Callable[..., float] | None = None) -> None:
+    """Tell policies and the planner of an op of your own: what it is, and what it costs.
 
     Args:
         op: a `torch.ops` overload, a packet (all its overloads), a higher-order operator, a
             `torch.library.custom_op`, or a qualified name such as `"mylib::gemm"`, registered or not.
         kind: `"matmul"` (`save_matmuls` and `save_unbatched_matmuls` save it), `"bmm"` or `"convolution"`
             (`save_matmuls` alone), `"attention"` (`save_attention`), `"collective"` (`save_collectives`).
+        flops: called with the op's arguments, each tensor replaced by its shape (a tuple of ints); returns
+            the FLOPs of one call. Plans that were made before are made again.
 
     Raises:
-        RematError: `op` is not an op, or `kind` is not one of the five.
+        RematError: `op` is not an op, `kind` is not one of the five, `flops` is not a function, or neither is
+            given.
 
     Example:
-        >>> from remat.policies import register_costly_op
-        >>> register_costly_op("mylib::fused_mlp", kind="matmul")
+        >>> from remat import register_op
+        >>> register_op("mylib::fused_mlp", kind="matmul", flops=lambda x, w: 2 * x[0] * x[1] * w[1])
     """
-    if kind not in KINDS:
+    if kind is not None and kind not in KINDS:
         raise RematError(f"Unknown kind {kind!r} of a costly op: write one of {', '.join(map(repr, KINDS))}.")
+    if flops is not None and not callable(flops):
+        raise RematError(
+            f"register_op: got flops={flops!r}; expected a function of the op's arguments, tensors as "
+            f"their shapes, such as lambda x, w: 2 * x[0] * x[1] * w[1]."
+        )
     if isinstance(op, CustomOp):
         op = op._qualname
     name = op if isinstance(op, str) else qualified_name(op)
     if "::" not in name:
         raise RematError(f"The op name {name!r} has no namespace: write 'namespace::name', as in 'aten::mm'.")
-    _COSTLY[name] = kind
-    _KIND_OF.clear()
-    forget_all()
+    if kind is None and flops is None:
+        raise RematError(
+            f"register_op({name!r}): say what it is (kind='matmul'), what it costs (flops=), or both."
+        )
+    if flops is not None:
+        set_price(name, flops)
+    if kind is not None:
+        _COSTLY[name] = kind
+        _KIND_OF.clear()
+        forget_all()
+
+
+def register_costly_op(op: Any, kind: Kind = "matmul") -> None:
+    """Deprecated: `register_op(op, kind=...)`."""
+    warn_user("register_costly_op is deprecated: write remat.register_op(op, kind=...).", DeprecationWarning)
+    register_op(op, kind=kind)
+
+
+def register_cost(op: Any, flops: Callable[..., float]) -> None:
+    """Deprecated: `register_op(op, flops=...)`."""
+    warn_user("register_cost is deprecated: write remat.register_op(op, flops=...).", DeprecationWarning)
+    register_op(op, flops=flops)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from remat import RematError
-from remat.plan import BudgetPolicy, Flops, Plan, register_cost
+from remat import RematError, register_op
+from remat.plan import BudgetPolicy, Flops, Plan
 from remat.plan.graph.graph import Graph
 from remat.plan.plans.followed import Bound
 from remat.plan.solve.portfolio import least, solve
@@ -164,7 +164,7 @@ def test_custom_op_costs():
     x = torch.ones(16, requires_grad=True)
     with pytest.warns(UserWarning, match="cost of remat_test::slow is not known"):
         assert Graph(record(fn, (x,))).flops[0] == 1024 * 64
-    register_cost(slow, lambda shape: 7 * shape[0])
+    register_op(slow, flops=lambda shape: 7 * shape[0])
     assert Graph(record(fn, (x,))).flops[0] == 7 * 16
 
 

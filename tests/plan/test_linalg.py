@@ -177,5 +177,5 @@ def test_an_op_of_unknown_cost_is_named_once_and_is_not_free():
         warnings.simplefilter("always")
         ops = again(fn, region, x)
     texts = [str(w.message) for w in said if "_trilinear" in str(w.message)]
-    assert len(texts) == 1 and "register_cost" in texts[0]
+    assert len(texts) == 1 and "register_op" in texts[0]
     assert ops["_trilinear"] == 0

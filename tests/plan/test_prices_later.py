@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from remat import RematError, checkpoint_policy, plan_model, remat, saved_residuals
-from remat.plan import register_cost
+from remat import RematError, checkpoint_policy, plan_model, register_op, remat, saved_residuals
 
 
 def custom(name):
@@ -17,7 +16,7 @@ def custom(name):
     return op
 
 
-@pytest.mark.filterwarnings("ignore:.*register_cost")
+@pytest.mark.filterwarnings("ignore:.*register_op")
 def test_a_price_that_is_registered_later_counts_for_what_was_planned():
     op = custom("plan")
 
@@ -26,12 +25,12 @@ def test_a_price_that_is_registered_later_counts_for_what_was_planned():
 
     x, policy = torch.ones(32, 32, requires_grad=True), checkpoint_policy(budget=1.0, cost="flops")
     before = policy.plan(fn, x).step_flops  # pyright: ignore[reportAttributeAccessIssue]
-    register_cost("remat_priced_later::plan", lambda shape: 12_345_678)
+    register_op("remat_priced_later::plan", flops=lambda shape: 12_345_678)
     after = policy.plan(fn, x).step_flops  # pyright: ignore[reportAttributeAccessIssue]
     assert after > before and after > 12_345_678
 
 
-@pytest.mark.filterwarnings("ignore:.*register_cost")
+@pytest.mark.filterwarnings("ignore:.*register_op")
 def test_it_counts_for_regions_that_have_run():
     op = custom("region")
 
@@ -42,7 +41,7 @@ def test_it_counts_for_regions_that_have_run():
     region = remat(fn, policy=lambda info: (info.flops or 0) > 10**9)
     kept = []
     for price in (0, 10**10):
-        register_cost("remat_priced_later::region", lambda shape, price=price: price)
+        register_op("remat_priced_later::region", flops=lambda shape, price=price: price)
         for _ in range(3):
             region(x).sum().backward()
         # (A custom op may draw: a generator's state is kept for it.)
@@ -51,7 +50,7 @@ def test_it_counts_for_regions_that_have_run():
     assert kept == [0, 32 * 32 * 4]
 
 
-@pytest.mark.filterwarnings("ignore:.*register_cost")
+@pytest.mark.filterwarnings("ignore:.*register_op")
 def test_it_counts_for_budgets_that_have_run():
     op = custom("budget")
 
@@ -62,7 +61,7 @@ def test_it_counts_for_budgets_that_have_run():
     region = remat(fn, policy=checkpoint_policy(budget=0.6, cost="flops"))
     ops = []
     for price in (10**9, 0):
-        register_cost("remat_priced_later::budget", lambda shape, price=price: price)
+        register_op("remat_priced_later::budget", flops=lambda shape, price=price: price)
         for _ in range(5):
             region(x).sum().backward()
         ops.append(sum("remat_priced_later" in str(r.op) for r in saved_residuals(region, x)))

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from remat import register_op
 from remat._core.flops import known_flops
 from remat._core.opinfo import OpInfo, TensorMeta, describe
-from remat.plan import register_cost
 from tests.helpers import TORCH, rand
 
 aten = torch.ops.aten
@@ -123,7 +123,7 @@ def test_a_registered_cost_comes_first():
         return x * depth
 
     assert counted(lambda x: tower(x, depth=3), rand(2, 2)) == 0
-    register_cost(tower, lambda x, depth: depth * x.numel())
+    register_op(tower, flops=lambda x, depth: depth * x.numel())
     assert counted(lambda x: tower(x, depth=3), rand(2, 2)) == 12
 
 

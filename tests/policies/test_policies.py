@@ -9,9 +9,11 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import remat as library
 from remat import RematError, checkpoint_name, checkpoint_policy, remat, saved_residuals, scan_remat
 from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta
 from remat.nn import apply_to
+from remat.plan import register_cost
 from remat.policies import (
     Policy,
     as_policy,
@@ -20,6 +22,7 @@ from remat.policies import (
     offload_matmuls,
     offload_names,
     register_costly_op,
+    register_op,
     save_all_but_names,
     save_attention,
     save_cheaper_than,
@@ -460,9 +463,9 @@ def test_registered_ops_join_their_class():
     op = torch.ops.remat_tests.gemm.default
     try:
         assert save_matmuls(info(op)) is RECOMPUTE
-        register_costly_op(gemm, kind="attention")
+        register_op(gemm, kind="attention")
         assert save_attention(info(op)) is SAVE and save_matmuls(info(op)) is RECOMPUTE
-        register_costly_op("remat_tests::gemm")
+        register_op("remat_tests::gemm", kind="matmul")
         assert save_matmuls(info(op)) is SAVE and save_unbatched_matmuls(info(op)) is SAVE
         assert save_ops(gemm) == save_ops(op)
     finally:
@@ -509,7 +512,7 @@ def test_a_registered_attention_op_is_kept_in_a_region(how):
 
     try:
         assert again(save_attention) == 1
-        register_costly_op(op, kind="attention")
+        register_op(op, kind="attention")
         # What was learnt of the region before does not hold any more.
         assert again(save_attention) == 0
     finally:
@@ -520,11 +523,11 @@ def test_a_registered_attention_op_is_kept_in_a_region(how):
 
 def test_registering_refuses_mistakes():
     with pytest.raises(RematError, match="Unknown kind 'dot'"):
-        register_costly_op(aten.sin, kind="dot")  # type: ignore[arg-type]
+        register_op(aten.sin, kind="dot")  # type: ignore[arg-type]
     with pytest.raises(RematError, match="no namespace"):
-        register_costly_op("gemm")
+        register_op("gemm", kind="matmul")
     with pytest.raises(RematError, match="torch.ops.aten.mm"):
-        register_costly_op(torch.mm)
+        register_op(torch.mm, kind="matmul")
 
 
 def test_a_name_for_one_of_several_results():
@@ -574,3 +577,20 @@ def test_no_error_of_a_policy_is_lost_under_an_operator(fn, policy):
         with pytest.raises(RematError, match="aten|answered") as caught:
             run()
         assert not isinstance(caught.value, TypeError)
+
+
+def test_older_names_of_registering_say_what_to_write():
+    name = "remat_tests::priced_twice"
+    with pytest.warns(DeprecationWarning, match=r"register_op\(op, kind="):
+        register_costly_op(name, kind="attention")
+    with pytest.warns(DeprecationWarning, match=r"register_op\(op, flops="):
+        register_cost(name, lambda x: 7 * x[0])
+    mistakes: list[tuple[dict[str, Any], str]] = [
+        ({}, "what it is"),
+        ({"flops": 5}, "a function of the op's"),
+    ]
+    for mistake, told in mistakes:
+        with pytest.raises(RematError, match=told):
+            register_op(name, **mistake)
+    with pytest.raises(AttributeError, match=r"write remat\.register_op"):
+        library.register_cost  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]

@@ -35,7 +35,7 @@ def _warn_unknown(name: str) -> None:
         _UNKNOWN[name] = None
         warn_user(
             f"The cost of {name} is not known; it is counted as {UNKNOWN_FLOPS_PER_BYTE} FLOPs per byte of "
-            f'output (a large matmul). Say what it costs with remat.plan.register_cost("{name}", flops).'
+            f'output (a large matmul). Say what it costs with remat.register_op("{name}", flops=...).'
         )
 
 
