@@ -180,7 +180,7 @@ class ClosureConversion(TorchFunctionMode):
                 mode.note(out)
         else:
             out = func(*args, **kwargs)
-        self.note(out)
+            self.note(out)
         return out
 
     def _chosen(self, *args: Any) -> Any:

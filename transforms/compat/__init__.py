@@ -119,7 +119,6 @@ from remat.transforms.compat.autograd import (
     unwrap_if_dead,  # take dead wrappers off
     unwrap_once,  # take one wrapper off
     unwrapped,  # the plain tensor at the bottom of all functorch wrappers of `tensor`
-    up_to_level,  # leave the levels inside of one for a while
     version_kept,  # writes to a tensor within are told to nobody
     watch_transforms,  # have that asked from now on, or no more
     wrap_for_grad,  # wrap a tensor for a level of grad or jvp

@@ -273,13 +273,16 @@ def _framed(region: Region) -> int | None:
     return served_level()
 
 
-def _swaps(function: Any) -> bool:
-    """Whether a function seems to put other parameters into the modules that it captures.
+def _reads_trained(function: Any, reach: Any) -> bool:
+    """Whether plain autograd differentiates what a function captures, by all that can be told before a call.
 
-    A frame that meets a trained one after all leaves the call to the primitive, which begins again.
+    One that calls `functional_call` seems to put others in the place of the parameters that it captures. A
+    frame that meets a trained one after all leaves the call to the primitive, which begins again.
     """
     code = function.__code__ if type(function) in (FunctionType, MethodType) else None
-    return code is not None and "functional_call" in (*code.co_names, *code.co_freevars)
+    if code is not None and "functional_call" in (*code.co_names, *code.co_freevars):
+        return False
+    return any([unwrapped(t).requires_grad for t in captured(reach)])
 
 
 @uncompiled
@@ -304,8 +307,7 @@ def _run_leveled(
     known = None if below or key is None else region.traces.get(key)
     if known is None:
         reach = reached(region.function, *[leaf for leaf in inputs.leaves if leaf is not None])
-        trained = any([unwrapped(t).requires_grad for t in captured(reach)])
-        if below or (trained and not _swaps(region.function)):
+        if below or _reads_trained(region.function, reach):
             return _run_primitive(region, args, kwargs)
         inputs.note_world(reach)
     frame = LevelFrame(inputs)
