@@ -14,7 +14,6 @@ from remat.plan import Flops, plan_chain
 from remat.plan.chain.chain import Chain, Part
 from remat.plan.chain.search import best_parts
 from remat.plan.chain.stages import Choice, Stage
-from tests.helpers import sparse
 from tests.plan.models import MLP, Attention, Watch
 
 MODELS["GPT 16"] = lambda: gpt(16)
@@ -79,7 +78,7 @@ def first(chain, start):
             yield (part, *rest)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_parts_are_better_than_those_found(seed):
     chain = chains(seed, 1 + seed % 4)
     every = [(chain.peak(parts), chain.cost(parts)) for parts in first(chain, 0)]
@@ -136,7 +135,7 @@ def watched(fn, stages, x):
     return watch.peak - y.nbytes, watch.flops
 
 
-@pytest.mark.parametrize("share", sparse([1.1, 1.0, 1.5, 2.5], 2))
+@pytest.mark.parametrize("share", [1.1, 1.5])
 def test_the_engine_keeps_to_the_plan(share):
     stages, x = halves()
     x = x.requires_grad_() * 1
@@ -178,16 +177,6 @@ def test_sixteen_gpt_blocks_in_full_size():
     assert live.peak - 2 * y.nbytes <= plan.peak_bytes - x.nbytes <= TORCH_LOWEST * 4 // 5
 
 
-@pytest.mark.slow
-def test_a_wider_peak_never_costs_more():
-    stages, x = halves(3)
-    x = x.requires_grad_() * 1
-    low = lowest_of(stages, x)
-    plans = [plan_chain(stages, x, peak=low * k // 8, cost="flops") for k in range(8, 25, 8)]
-    costs = [plan.cost for plan in plans]
-    assert costs == sorted(costs, reverse=True) and costs[0] > costs[-1]
-
-
 def test_random_numbers_are_the_same_when_they_run_for_the_third_time():
     stages, x = halves(2, dropout=0.3)
     plan = plan_chain(stages, x.requires_grad_() * 1, peak=lowest_of(stages, x * 1))
@@ -198,7 +187,7 @@ def test_random_numbers_are_the_same_when_they_run_for_the_third_time():
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("compiled", sparse([False, True], 2))
+@pytest.mark.parametrize("compiled", [False])
 def test_under_compile_and_torch_func(compiled):
     stages, x = halves(2)
     expected = gradients(through(stages), stages, x)

@@ -12,24 +12,13 @@ from torch.utils.flop_counter import flop_registry
 
 from remat import RematError, checkpoint_policy, remat, save_nothing, saved_residuals, scan_remat
 from remat.plan import BudgetPolicy, Flops, Plan, plan_model
-from remat.transforms.tape.observers import listen
 from tests.helpers import OpCounter, crossed, same, sparse
 from tests.plan.models import GPTBlock
 
-BUDGETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, "free")
 
-
-def kept_bytes(heard, module):
-    """Bytes of the distinct storages that regions keep, parameters and generators' states aside."""
-    held = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    sizes = {}
-    for kept in heard:
-        if kept.why == "random":
-            continue
-        storage = kept.tensor.untyped_storage()
-        if storage.data_ptr() not in held:
-            sizes[kept.region, storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
+def kept_bytes(fn, x):
+    """Bytes that regions keep, parameters and generators' states aside."""
+    return sum(r.bytes for r in saved_residuals(fn, x * 1) if r.why not in ("captured", "random"))
 
 
 def gradients(fn, module, x):
@@ -48,34 +37,31 @@ class Rough(Flops):
 
 
 @pytest.mark.parametrize(
-    ("dropout", "cost"),
-    [(0.0, "roofline"), (0.3, "roofline"), (0.3, Rough())],
-    ids=["0.0", "0.3", "0.3 ready"],
+    ("budget", "dropout", "cost"),
+    [
+        (0, 0.3, "roofline"),
+        (0.1, 0.3, Rough()),
+        (0.3, 0.0, "roofline"),
+        (0.5, 0.3, "roofline"),
+        (0.7, 0.3, Rough()),
+        (0.9, 0.0, "roofline"),
+        (1.0, 0.3, "roofline"),
+        ("free", 0.3, "roofline"),
+    ],
 )
-@pytest.mark.parametrize("budget", BUDGETS)
 def test_kept_bytes_are_those_planned_and_gradients_right(budget, dropout, cost):
     torch.manual_seed(1)
     block, x = GPTBlock(32, 4, dropout), torch.randn(2, 8, 32, requires_grad=True)
     policy = BudgetPolicy(budget, cost)
     plan = policy.plan(block, x * 1)
     expected = gradients(block, block, x)
-    with listen() as heard:
-        actual = gradients(remat(block, policy=policy), block, x)
+    actual = gradients(remat(block, policy=policy), block, x)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    kept = kept_bytes(heard, block)
+    kept = kept_bytes(remat(block, policy=policy), x)
     assert kept <= plan.budget
     assert kept == plan.kept_bytes
     if not isinstance(budget, str):
-        assert kept <= max(budget * plan.default_bytes, policy_least(block, x))
-
-
-def test_checkpoint_policy_makes_budget_policies():
-    assert checkpoint_policy(budget=0.5, cost="flops") == BudgetPolicy(0.5, "flops")
-    assert checkpoint_policy(budget="2GiB") == BudgetPolicy(2 << 30)
-
-
-def policy_least(block, x):
-    return BudgetPolicy(0).plan(block, x * 1).kept_bytes
+        assert kept <= max(budget * plan.default_bytes, BudgetPolicy(0).plan(block, x * 1).kept_bytes)
 
 
 class FlopCount(TorchDispatchMode):
@@ -95,7 +81,7 @@ class FlopCount(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("budget", [0, 0.1, 0.3, 0.5, "free"])
+@pytest.mark.parametrize("budget", [0, 0.3, "free"])
 def test_recomputed_flops_are_those_planned(budget):
     """Counted in the backward that runs, against the backward without remat."""
     block, x = GPTBlock(32, 4), torch.randn(2, 8, 32, requires_grad=True)
@@ -114,20 +100,11 @@ def test_plan_value_is_a_policy():
     block, x = GPTBlock(32, 4), torch.randn(2, 8, 32, requires_grad=True)
     plan = BudgetPolicy(0.5).plan(block, x * 1)
     again = Plan.from_json(plan.to_json())
-    with listen() as heard:
-        actual = gradients(remat(block, policy=again), block, x)
-    assert kept_bytes(heard, block) == plan.kept_bytes
+    actual = gradients(remat(block, policy=again), block, x)
+    assert kept_bytes(remat(block, policy=again), x) == plan.kept_bytes
     torch.testing.assert_close(actual, gradients(block, block, x))
     with pytest.raises(RematError, match="does not fit this function: op 19"):
         remat(GPTBlock(32, 4, 0.3), policy=plan)(x)
-
-
-def test_budget_policy_follows_training_mode():
-    block, x = GPTBlock(32, 4, 0.3), torch.randn(2, 8, 32, requires_grad=True)
-    region = remat(block, policy=checkpoint_policy(budget=0.5))
-    for training in (True, False, True):
-        block.train(training)
-        torch.testing.assert_close(gradients(region, block, x), gradients(block, block, x), rtol=0, atol=0)
 
 
 def layer(params, x):
@@ -149,8 +126,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("budget", [0, 0.7, "free"])
+@pytest.mark.parametrize(("name", "budget"), crossed(TRANSFORMS, [0, 0.7, "free"]))
 def test_budgets_compose_with_torch_func(name, budget):
     torch.manual_seed(2)
     params = {k: torch.randn(16, 16) * 0.3 for k in "abcd"}
@@ -171,19 +147,6 @@ def of_region_with_captured(region, w, x):
 
 def of_scan_with_captured(region, w, x):
     return scan_remat(lambda h, _: (region(h, w), None), x, length=3)[0]
-
-
-@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 2])
-def test_budget_of_a_scan_whose_body_captures_its_weights(checkpoints):
-    w, x = torch.randn(8, 8, dtype=torch.float64, requires_grad=True), torch.randn(3, 8, dtype=torch.float64)
-
-    def gradient(**options):
-        end, _ = scan_remat(lambda h, _: (torch.sin(torch.tanh(h @ w) @ w), None), x, length=5, **options)
-        return torch.autograd.grad(end.sum(), w)
-
-    torch.testing.assert_close(
-        gradient(checkpoints=checkpoints, policy=checkpoint_policy(budget="free")), gradient()
-    )
 
 
 @pytest.mark.parametrize(
@@ -212,9 +175,8 @@ def test_kept_bytes_under_torch_func(name):
     params["b"] = params["b"][0]
     x = torch.randn(5, 16)
     region = remat(layer, policy=checkpoint_policy(budget="free"))
-    with listen() as heard:
-        TRANSFORMS[name](region, params, x)
-    saved = [k.op for k in heard if k.why == "policy"]
+    found = saved_residuals(lambda p, x: TRANSFORMS[name](region, p, x), params, x)
+    saved = [r.op for r in found if r.why == "policy"]
     # tanh's and gelu's operands, the sine's and the last product: matmul results, none of them twice.
     assert saved and len(saved) <= 5
 
@@ -241,14 +203,11 @@ def test_one_budget_over_the_regions_of_a_model():
 
     x = torch.randn(2, 8, 32, requires_grad=True)
     expected = gradients(model, model, x)
-    for budget in (0.1, 0.5, "free", 1.0):
+    for budget in (0.1, "free", 1.0):
         planned = plan_model(through, x, budget=budget, cost="flops")
-        with listen() as heard:
-            actual = gradients(planned, model, x)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        torch.testing.assert_close(gradients(planned, model, x), expected, rtol=0, atol=0)
         assert len(planned.regions) == 3 and planned.gap <= 0.005
-        # All three regions bear one name, so storages tell them apart.
-        assert kept_bytes(heard, model) == planned.kept_bytes <= planned.budget
+        assert kept_bytes(planned, x) == planned.kept_bytes <= planned.budget
         assert "3 regions keep" in str(planned)
 
 
@@ -270,11 +229,6 @@ def test_model_plan_beats_equal_shares():
     assert together.cost <= sum(p.cost for p in parts) * (1 + 1e-3)
 
 
-def test_plan_model_without_regions_says_what_to_wrap():
-    with pytest.raises(RematError, match="found no region"):
-        plan_model(lambda x: x.sin(), torch.ones(2, requires_grad=True), budget=0.5)
-
-
 @pytest.mark.parametrize("budget", sparse([0.5, 0, "free"]))
 def test_nothing_outlives_a_step(budget):
     """Neither recomputed nor kept values: attention saves its own result, which must not hold itself."""
@@ -292,13 +246,8 @@ def test_nothing_outlives_a_step(budget):
     assert living() == before
 
 
-def test_a_layer_in_a_new_partial_at_every_call_is_planned_once(monkeypatch):
+def test_a_layer_in_a_new_partial_at_every_call_is_planned_once(traced):
     """Transformers hand over `partial(layer.__call__, **options)`, another one at every step."""
-    from remat.plan.calls import cache
-
-    traced = []
-    record = cache.record
-    monkeypatch.setattr(cache, "record", lambda *args, **kwargs: traced.append(1) or record(*args, **kwargs))
     layer, x = Scaled(), torch.randn(4, 16, requires_grad=True)
 
     def run(scale):

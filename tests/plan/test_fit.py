@@ -11,7 +11,6 @@ from remat._blocks import listed
 from remat._fit import held_by
 from remat.plan import READY, Portfolio, cost_model, plans_by_budget, step_of
 from remat.transforms import RematError
-from tests.helpers import sparse
 from tests.inside import trace_memory
 from tests.plan.models import LlamaBlock
 
@@ -95,7 +94,7 @@ class Llama(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
-@pytest.mark.parametrize("dtype", sparse([torch.bfloat16, torch.float32], 2))
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_blocks_that_share_tables_peak_as_planned(dtype):
     """A plan may keep the wide copy of a block's input in place of the input, which is gone then."""
     model, x = Llama(dtype), torch.randn(2, 32, 64, dtype=dtype)
@@ -115,7 +114,7 @@ def test_blocks_that_share_tables_peak_as_planned(dtype):
         model.zero_grad(set_to_none=True)
 
 
-@pytest.mark.parametrize("cost", sparse(["roofline", "flops"], 2))
+@pytest.mark.parametrize("cost", ["roofline"])
 def test_no_ready_policy_everywhere_is_modelled_cheaper_at_its_own_peak(cost):
     model, tokens = example()
     held = held_by(model, (tokens,), None).bytes
@@ -190,20 +189,11 @@ def test_regions_that_were_there_are_the_blocks_and_come_back():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (
-            lambda m, x: remat.fit(torch.nn.Linear(4, 4), torch.ones(2, 4), peak="1GiB"),
-            "found no blocks in Linear",
-        ),
         (lambda m, x: remat.fit(m.requires_grad_(False), x, peak="1GiB"), "has a gradient"),
         (lambda m, x: torch.inference_mode()(lambda: remat.fit(m, x, peak="1GiB"))(), "inference_mode"),
-        (lambda m, x: remat.fit(m, x), "peak=... or headroom=..., one of them"),
         (lambda m, x: remat.fit(m, x, peak="20 apples"), "not a peak"),
         (lambda m, x: remat.fit(m, x, peak="1GiB", optimizer="lamb"), "knows no such optimizer"),
         (lambda m, x: remat.fit(m, x, peak="1GiB", layers="*.nowhere.*"), "no submodule of Model fits"),
-        (
-            lambda m, x: remat.fit(torch.sin, x, peak="1GiB"),  # type: ignore[arg-type]
-            "takes a module",
-        ),
         (lambda m, x: remat.fit(m, x, headroom="900TiB"), "leaves nothing"),
         (lambda m, x: remat.fit(m, x, peak="1GiB", loss=lambda out: None), "loss gave NoneType"),
         (lambda m, x: remat.fit(m, x, peak="1GiB", loss=lambda out: 3.0), "loss gave float"),

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from remat import checkpoint_policy, remat, saved_residuals
+from remat import RematError, checkpoint_policy, remat, saved_residuals
 from remat import nn as remat_nn
 from remat.plan import BudgetPolicy, pareto, plan_chain, plan_model
-from remat.transforms import RematError, tree_leaves
 from tests.helpers import crossed
 from tests.inside import is_fake
 from tests.stateful import MODULES, X, same
@@ -48,7 +46,7 @@ def test_a_look_leaves_everything_as_it_was(kind, look):
     before = module.seen()
     LOOKS[look](module)
     assert same(module.seen(), before)
-    left = tree_leaves(module.others())
+    left = pytree.tree_leaves(module.others())
     assert not [value for value in left if is_fake(value)]
 
 
@@ -136,7 +134,6 @@ SPREAD = {
     "fsdp2": lambda layer, mesh: fully_shard(layer, mesh=mesh),
     "fsdp2, two at once": together,
     "fsdp1": flat,
-    "replicate": lambda layer, mesh: replicate(layer),
     "ddp": lambda layer, mesh: nn.parallel.DistributedDataParallel(layer),
 }
 
@@ -229,16 +226,3 @@ def test_what_needs_data_in_a_sharded_module_is_planned_from_its_first_call(mesh
     assert [w for w in told if "cannot be planned" in str(w.message)]
     assert not [w for w in told if "nearly every call" in str(w.message)]
     assert kept[1] == kept[0] and kept[0]
-
-
-@pytest.mark.slow
-def test_tensor_parallelism_is_planned_in_local_bytes(mesh):
-    sizes = []
-    for parallel in (False, True):
-        model = layered()
-        if parallel:
-            for layer in model:
-                parallelize_module(layer, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        remat_nn.apply(model, layers="*", policy=BudgetPolicy(1.0))
-        sizes.append(plan_model(model, torch.ones(64, 8, requires_grad=True), budget=1.0).kept_bytes)
-    assert 0 < sizes[1] < sizes[0]

@@ -39,7 +39,7 @@ def test_examples_in_docstrings_run():
         assert result.attempted and not result.failed
 
 
-@settings(max_examples=166, deadline=None)
+@settings(max_examples=66, deadline=None)
 @given(problems())
 def test_a_contracted_problem_has_the_same_optimum_at_every_budget(problem):
     smaller = contracted(problem)
@@ -76,7 +76,7 @@ def test_what_must_be_made_again_is_made_from_what_is_there():
     assert smaller.need == {0, 2, 3} and smaller.reads == ((), (), (1,), ())
 
 
-@settings(max_examples=83, deadline=None)
+@settings(max_examples=33, deadline=None)
 @given(problems())
 def test_the_parts_of_a_problem_add_up_to_it(problem):
     smaller = reduce(problem).problem
@@ -102,7 +102,7 @@ def _beats(one, other):
     return one != other and one[0] <= other[0] and one[1] <= other[1]
 
 
-@settings(max_examples=166, deadline=None)
+@settings(max_examples=66, deadline=None)
 @given(problems(), st.integers(1, 9), st.integers(1, 9), st.integers(0, 60))
 def test_choices_of_a_part_are_its_frontier(problem, price, byte, allowance):
     """All that nothing beats within the allowance, each feasible as it says."""
@@ -134,7 +134,7 @@ def classes(draw):
     return [draw(st.sampled_from(kinds)) for _ in range(draw(st.integers(1, 5)))]
 
 
-@settings(max_examples=166, deadline=None)
+@settings(max_examples=66, deadline=None)
 @given(classes(), st.integers(0, 80), st.integers(0, 150), st.sampled_from([0.0, 1e-3, 0.2]))
 def test_packing_agrees_with_brute_force(classes, budget, top, gap):
     sums = [tuple(map(sum, zip(*taken, strict=True))) for taken in itertools.product(*classes)]
@@ -155,7 +155,7 @@ def test_packing_that_gives_up_says_what_it_proved():
     assert packed.taken is None and 0 < packed.lower_bound <= pack(kinds, 40, 200, gap=0.0).lower_bound
 
 
-@settings(max_examples=166, deadline=None)
+@settings(max_examples=66, deadline=None)
 @given(problems(), st.integers(0, 20), st.sampled_from([0.0, 1e-3, 0.3]))
 def test_agrees_with_brute_force(problem, budget, gap):
     """Also with prices far apart, where the search goes from scale to scale."""
@@ -172,7 +172,7 @@ def test_agrees_with_brute_force(problem, budget, gap):
     assert solved.gap <= gap + 1e-5
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     problems(), st.integers(0, 20), st.lists(st.sampled_from([1e-7, 1e-3, 1.0, 1e4]), min_size=7, max_size=7)
 )
@@ -186,7 +186,7 @@ def test_prices_of_all_magnitudes(problem, budget, scales):
         assert solved.gap <= 1e-3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(layered(), st.floats(0, 1))
 def test_equal_layers_agree_with_brute_force(problem, share):
     low, everything = least(problem).bytes, keep_all(problem)
@@ -226,7 +226,7 @@ def lora(layers, rank=16, width=4096):
     return Problem(tuple(cost), tuple(reads), tuple(producer), tuple(size), need=frozenset(need))
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("share", [0.1, 0.5])
 def test_adapters_of_low_rank_are_proved_without_another_solver(share):
     """HiGHS had 1.9 % open after 1.5 s on such a model of four layers."""
     problem = lora(8)
@@ -238,7 +238,7 @@ def test_adapters_of_low_rank_are_proved_without_another_solver(share):
 
 
 @pytest.mark.skipif(not milp.available(), reason="needs SciPy")
-@pytest.mark.parametrize("share", [0.15, 0.5, 0.75])
+@pytest.mark.parametrize("share", [0.5])
 def test_the_bound_holds_against_highs_run_to_the_end(share):
     problem = lora(1)
     everything, low = keep_all(problem), least(problem).bytes
@@ -295,7 +295,7 @@ def test_a_part_too_tangled_falls_back_and_says_its_gap(monkeypatch, limit):
     assert solved.solver in ("hull", "fill") and solved.gap > 0 and solved.lower_bound <= 5.0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.floats(0.5, 9)), min_size=8, max_size=14), st.floats(0.1, 0.9)
 )

@@ -35,19 +35,6 @@ def compiled_plan(model, x, **options):
     return plan_graph(graph_of(model, (x * 1,)), BudgetPolicy(**options), "deep", compiled=True)
 
 
-@pytest.mark.slow
-def test_a_wider_peak_never_recomputes_more():
-    model, x = deep(8)
-    low, high = (compiled_plan(model, x, budget=b) for b in (0, 1.0))
-    peaks = range(high.peak_bytes * 6 // 10, high.peak_bytes + 1, high.peak_bytes // 8)
-    plans = [compiled_plan(model, x, budget=1.0, peak=peak) for peak in (*peaks, high.peak_bytes)]
-    assert all(plan.peak_bytes <= peak for plan, peak in zip(plans, peaks, strict=False))
-    costs = [plan.cost for plan in plans]
-    assert costs == sorted(costs, reverse=True) and low.cost >= costs[0]
-    assert costs[0] > costs[len(costs) // 2] > costs[-1] == 0
-    assert plans[-1].kept_bytes == high.kept_bytes
-
-
 def test_in_eager_a_region_runs_again_as_a_whole():
     """Whatever it keeps, its own peak is that of all its values; what it keeps matters to other regions."""
     model, x = deep(8)
@@ -152,12 +139,6 @@ def test_bad_peaks(peak, message):
         checkpoint_policy(peak=peak)
     with pytest.raises(RematError, match=message):
         BudgetPolicy(1.0, peak=peak)
-
-
-def test_a_peak_out_of_reach_gives_the_lowest():
-    model, x = deep()
-    with pytest.raises(RematError, match="A peak of 5,000 bytes cannot be met .* lowest that was found is"):
-        budgeted(checkpoint_policy(peak=5000)).plan(model, x * 1)
 
 
 def test_what_a_convolution_takes_inside_counts_on_a_cpu():

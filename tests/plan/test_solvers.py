@@ -17,7 +17,7 @@ from tests.plan.problems import check, frontier, layered, problems
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_hull_is_the_lower_convex_hull_of_all_choices(problem):
     points = frontier(problem)
@@ -38,7 +38,7 @@ def test_hull_is_the_lower_convex_hull_of_all_choices(problem):
 
 
 @pytest.mark.slow
-@settings(max_examples=166, deadline=None)
+@settings(max_examples=66, deadline=None)
 @given(problems(), st.integers(0, 20))
 def test_fallback_is_feasible_and_its_bound_holds(problem, budget):
     points = [p for p in frontier(problem) if p.bytes <= budget]
@@ -53,7 +53,7 @@ def test_fallback_is_feasible_and_its_bound_holds(problem, budget):
 
 
 @pytest.mark.skipif(not milp.available(), reason="needs SciPy")
-@settings(max_examples=166, deadline=None)
+@settings(max_examples=66, deadline=None)
 @given(problems(), st.integers(0, 20))
 def test_exact_solver_agrees_with_brute_force(problem, budget):
     points = [p for p in frontier(problem) if p.bytes <= budget]
@@ -89,7 +89,7 @@ def test_least_bytes_are_named_when_the_budget_is_below():
     assert everything is not None and everything.bytes == 12
 
 
-@settings(max_examples=83, deadline=None)
+@settings(max_examples=33, deadline=None)
 @given(problems())
 def test_without_views_the_choices_are_the_same(problem):
     """The frontier of the reduced problem, choice by choice, is that of the whole."""
@@ -112,7 +112,7 @@ def _beats(one, other):
 
 
 @pytest.mark.skipif(not milp.available(), reason="needs SciPy")
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(layered(), st.floats(0, 1))
 def test_the_whole_program_agrees_with_brute_force(problem, share):
     smaller = reduce(problem).problem

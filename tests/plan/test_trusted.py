@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from remat import checkpoint_policy, remat, save_nothing, saved_residuals
-from remat.plan.calls import cache, trusted
+from remat.plan.calls import trusted
 from remat.policies import save_every
 
 
@@ -23,15 +23,6 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.one(x).tanh()
         return self.two(x.sin() * x.cos() if self.twice else x.exp()).sigmoid()
-
-
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every look that is taken at a call."""
-    taken: list[Any] = []
-    before = cache.call_key
-    monkeypatch.setattr(cache, "call_key", lambda *given: taken.append(given) or before(*given))
-    return taken
 
 
 def step(region: Any, layer: Layer) -> None:

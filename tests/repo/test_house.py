@@ -60,7 +60,8 @@ def test_a_class_name_means_one_thing():
 # several read is in `tests/inside.py`, and what a program of the bank can show is shown there.
 READS_INSIDE = {
     "what all tests share: first calls are forgotten, prices are pretended, lanes are watched": """
-        conftest helpers inside lanes regions/conftest plan/models plan/problems scan/scans fuzz/scans""",
+        conftest helpers inside lanes regions/conftest plan/conftest plan/models plan/problems
+        scan/scans fuzz/scans""",
     "solvers against brute force, on problems of their own": """
         plan/test_chain plan/test_host plan/test_parts plan/test_portfolio plan/test_refuted plan/test_solvers
         scan/test_schedules""",
@@ -68,7 +69,7 @@ READS_INSIDE = {
         plan/test_collectives plan/test_costs plan/test_fit plan/test_graph plan/test_layout plan/test_pareto
         plan/test_paths plan/test_peak plan/test_speeds plan/test_step policies/test_flops""",
     "what is planned once: traces are counted": """
-        plan/test_caches plan/test_eager plan/test_trusted plan/test_looking""",
+        plan/test_caches plan/test_trusted""",
     "graphs and code of compilers, before they run": """
         compile/test_alike compile/test_capture compile/test_constants compile/test_gpu
         compile/test_gpu_attention compile/test_gpu_scans compile/test_graphs compile/test_inductor

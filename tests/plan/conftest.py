@@ -1,0 +1,27 @@
+"""What is looked at for plans, counted."""
+
+from typing import Any
+
+import pytest
+
+from remat.plan.calls import cache
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The functions that are traced for a plan; no plan of an earlier test is known."""
+    found: list[Any] = []
+    record = cache.record
+    monkeypatch.setattr(cache, "record", lambda fn, *a, **k: found.append(fn) or record(fn, *a, **k))
+    for table in (cache._GRAPHS, cache._LEARNED, cache._ALIKE, cache._KNOWN, cache._warned):
+        table.clear()
+    return found
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every look that is taken at a call, to see whether it is known."""
+    taken: list[Any] = []
+    before = cache.call_key
+    monkeypatch.setattr(cache, "call_key", lambda *given: taken.append(given) or before(*given))
+    return taken
