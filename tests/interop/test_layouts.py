@@ -11,6 +11,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_four_processes(tmp_path):
     """FSDP2, tensor and sequence parallelism, on a mesh of two dimensions."""
     spawned(layouts_worker.quick, (str(tmp_path / "store"),), 4)

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed._composable.checkpoint_activation import checkpoint as composable
 from torch.func import grad
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -12,16 +10,14 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from remat import RematError, offload_matmuls, remat, save_matmuls, save_nothing
 from remat import nn as remat_nn
 from remat.interop import checkpoint
-from tests.helpers import leaves_of, rand
-
-POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls, offload_matmuls], ids=repr)
-
+from tests.helpers import crossed, leaves_of, rand
 
 # -- meta device --------------------------------------------------------------------------------------
 
 
-@POLICIES
-@pytest.mark.parametrize("inside", [True, False], ids=["context", "tensors"])
+@pytest.mark.parametrize(
+    ("inside", "policy"), [(True, save_nothing), (False, offload_matmuls)], ids=["context", "tensors"]
+)
 def test_meta_device(policy, inside):
     """torch's checkpoint looks for a module torch.meta that would hold generator states."""
 
@@ -40,16 +36,6 @@ def test_meta_device(policy, inside):
     assert all(g.is_meta for g in gradients)
 
 
-@POLICIES
-def test_device_context_holds_in_the_recomputation(policy):
-    """What a function makes without naming a device comes to lie where it did in the forward."""
-    x = torch.empty(3, device="meta", requires_grad=True)
-    with torch.device("meta"):
-        out = remat(lambda x: torch.exp(x * torch.ones(3)).sin(), policy=policy)(x)
-    out.sum().backward()
-    assert x.grad is not None and x.grad.is_meta
-
-
 # -- tensors in keyword arguments ---------------------------------------------------------------------
 
 
@@ -57,9 +43,10 @@ def scaled(x, *, scale, rest=()):
     return torch.exp(x * scale) * (rest[0] if rest else 1)
 
 
-@POLICIES
 @pytest.mark.parametrize(
-    "run", [remat, lambda f, **_: lambda *a, **k: checkpoint(f, *a, **k)], ids=["remat", "checkpoint"]
+    ("run", "policy"),
+    [(remat, save_matmuls), (lambda f, **_: lambda *a, **k: checkpoint(f, *a, **k), save_nothing)],
+    ids=["remat", "checkpoint"],
 )
 def test_tensors_in_keyword_arguments_are_differentiated(policy, run):
     region = run(scaled, policy=policy)
@@ -83,52 +70,10 @@ def test_tensors_in_keyword_arguments_that_are_written_to_raise(where):
         out.sum().backward()
 
 
-# -- one parameter in several regions, under DistributedDataParallel --------------------------------------
-
-
-class Shared(nn.Module):
-    """A layer that is called three times, as in ALBERT or with tied embeddings."""
-
-    def __init__(self, run):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.unused, self.run = nn.Linear(4, 4), nn.Linear(4, 4), run
-
-    def forward(self, x):
-        for _ in range(3):
-            x = self.run(lambda x: torch.tanh(self.layer(x)), x)
-        return x
-
-
-@pytest.fixture
-def one_process():
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@POLICIES
-@pytest.mark.parametrize("unused", [True, False])
-def test_parameters_reused_under_ddp(one_process, policy, unused):
-    """The reentrant checkpoint says that a parameter was marked ready twice."""
-    runs = [lambda f, x: f(x), lambda f, x: remat(f, policy=policy)(x)]
-    x, gradients = rand(2, 4, dtype=torch.float32), []
-    for run in runs:
-        model = Shared(run)
-        if not unused:
-            del model.unused
-        ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
-        for _ in range(2):
-            ddp(x).sum().backward()
-        gradients.append([p.grad for p in model.layer.parameters()])
-    torch.testing.assert_close(gradients[1], gradients[0])
-
-
 # -- modules with state -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@POLICIES
+@pytest.mark.parametrize(("momentum", "policy"), [(0.1, save_nothing), (None, offload_matmuls)])
 def test_batch_norm_statistics_are_counted_once(policy, momentum):
     plain, norm = (nn.BatchNorm1d(4, momentum=momentum).double() for _ in range(2))
     region = remat(lambda x: torch.relu(norm(x)), policy=policy)
@@ -185,8 +130,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
-@pytest.mark.parametrize("how", BESIDE)
+@pytest.mark.parametrize(("how", "policy"), crossed(BESIDE, [save_nothing, save_matmuls], every=2))
 def test_torchs_checkpoint_beside_regions(how, policy):
     """A recomputation of torch's that a region asks for runs with autograd."""
 

@@ -38,7 +38,6 @@ from remat import (
     saved_residuals,
 )
 from remat.debug import assert_recomputed
-from tests.helpers import sparse
 from tests.inside import trace_memory
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -141,7 +140,7 @@ def train(mesh, policy, sequence, x, **options):
     return found, trace_memory(step).kept, sent.counts
 
 
-@pytest.mark.parametrize("sequence", sparse([True, False], 2))
+@pytest.mark.parametrize("sequence", [True])
 def test_policies_keep_what_they_say(mesh, sequence):
     """Bytes at most those of torch's selective checkpoint with the same verdicts; gradients bit for bit."""
     x = torch.randn(2, 16, 32)
@@ -253,7 +252,7 @@ def test_wrappers_as_arguments_are_planned(mesh, recwarn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+@pytest.mark.parametrize("policy", [save_matmuls], ids=repr)
 def test_compiled(mesh, policy):
     """Modules that are sharded inside a region: the graph has the recomputation of this rank's part."""
     x, found = torch.randn(2, 16, 32), []
@@ -319,7 +318,7 @@ def test_reports_say_how_kept_values_lie(mesh):
     assert not any("placements" in t.columns for t in plain.page().tables)
 
 
-@pytest.mark.parametrize("policy", [save_nothing, offload_matmuls], ids=repr)
+@pytest.mark.parametrize("policy", [offload_matmuls], ids=repr)
 def test_ways_of_differentiating(mesh, policy):
     """A region in a region, a second backward, one result at a time, a backward inside, hooks around."""
     stack: Any = model(mesh, None, True)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -23,26 +22,23 @@ from remat import (
     checkpoint_policy,
     offload_names,
     remat,
-    save_attention,
     save_everything,
     save_matmuls,
     save_names,
     save_nothing,
 )
+from tests.helpers import crossed
 
 Function = Callable[..., Any]
 N = 6
 EVERY = [
     save_nothing,
     save_matmuls,
-    save_matmuls | save_attention,
     save_names("hidden"),
     offload_names("hidden"),
     save_everything,
     checkpoint_policy(budget=0.5),
-    checkpoint_policy(budget=0.8, cost="flops"),
 ]
-POLICIES = pytest.mark.parametrize("policy", EVERY, ids=repr)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Policy", "ignore:The .grad attribute", "ignore:A budget", "ignore:run cannot be planned"
 )
@@ -98,7 +94,6 @@ def in_both(fn: Function) -> Function:
 
 
 COUNT = [checkpointed, to_its_end, reentrant, twice, in_both]
-RETURN_OTHERS = [cloned, as_arrays, on_cpu]
 
 
 # -- what is called ------------------------------------------------------------------------------------
@@ -175,7 +170,7 @@ def shapes_of(policy: Any, inner: Any, hooks: Function) -> dict[str, tuple[Funct
     }
 
 
-SHAPES = pytest.mark.parametrize("shape", ["around each", "around all", "nested", "inside"])
+SHAPES = ["around each", "around all", "nested", "inside"]
 
 
 def check(made: tuple[Function, Function], calls: int = 3) -> None:
@@ -186,24 +181,24 @@ def check(made: tuple[Function, Function], calls: int = 3) -> None:
         assert alike(gradients(region, model), expected)
 
 
-@POLICIES
-@SHAPES
-@pytest.mark.parametrize("hooks", COUNT)
+@pytest.mark.parametrize(("hooks", "shape", "policy"), crossed(COUNT, SHAPES, EVERY, every=6))
 def test_hooks_that_count(hooks: Function, shape: str, policy: Any) -> None:
     """Torch's checkpoint around regions, or inside one: in the first call and in later ones."""
     check(shapes_of(policy, save_matmuls, hooks)[shape])
 
 
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls, checkpoint_policy(budget=0.5)], ids=repr)
-@SHAPES
-@pytest.mark.parametrize("hooks", RETURN_OTHERS)
+@pytest.mark.parametrize(
+    ("hooks", "shape", "policy"),
+    crossed([cloned, as_arrays, on_cpu], SHAPES, [save_nothing, save_matmuls, checkpoint_policy(budget=0.5)]),
+)
 def test_hooks_that_return_another_tensor(hooks: Function, shape: str, policy: Any) -> None:
     check(shapes_of(policy, save_nothing, hooks)[shape], calls=2)
 
 
-@POLICIES
-@SHAPES
-@pytest.mark.parametrize("inner", [save_nothing, save_everything, checkpoint_policy(budget=0.5)], ids=repr)
+@pytest.mark.parametrize(
+    ("inner", "shape", "policy"),
+    crossed([save_nothing, save_everything, checkpoint_policy(budget=0.5)], SHAPES, EVERY, every=5),
+)
 def test_every_call_packs_the_same(inner: Any, shape: str, policy: Any) -> None:
     """Also where the hooks compute with it. A look at a function for a budget shows them nothing."""
     seen: list[Any] = []
@@ -224,7 +219,7 @@ def test_every_call_packs_the_same(inner: Any, shape: str, policy: Any) -> None:
     assert packed[1:] == packed[:1] * 3
 
 
-@POLICIES
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls, checkpoint_policy(budget=0.5)], ids=repr)
 def test_functions_from_one_maker(policy: Any) -> None:
     """They share what is learnt of their code, and run other ops for the same arguments."""
     a, b = (torch.randn(N, N, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -309,10 +304,16 @@ def by_an_operator(x: torch.Tensor) -> torch.Tensor:
 AGAIN = [by_argument, by_another_way, by_a_look_at_it, of_a_result, of_a_buffer, by_an_operator]
 
 
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("hooks", [cloned, as_arrays, on_cpu, checkpointed, to_its_end, twice, in_both])
-@pytest.mark.parametrize("fn", AGAIN)
+@pytest.mark.parametrize(
+    ("fn", "hooks", "depth", "policy"),
+    crossed(
+        AGAIN,
+        [cloned, as_arrays, *COUNT[:2], twice, in_both],
+        [1, 2, 3],
+        [save_nothing, save_matmuls],
+        every=8,
+    ),
+)
 def test_a_function_that_runs_again(fn: Function, hooks: Function, depth: int, policy: Any) -> None:
     """What it reads is known by what the region was given, not by what hooks give back."""
     if hooks is as_arrays and fn is by_an_operator:
@@ -332,8 +333,7 @@ def test_a_function_that_runs_again(fn: Function, hooks: Function, depth: int, p
         assert torch.allclose(gradient(hooks(region)), want, rtol=1e-12)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-@pytest.mark.parametrize("hooks", [plainly, cloned, on_cpu])
+@pytest.mark.parametrize(("depth", "hooks"), crossed([0, 1, 2], [plainly, cloned, on_cpu]))
 def test_a_tensor_that_was_put_in_anothers_place(hooks: Function, depth: int) -> None:
     """However deep, and whatever hooks are around: the gradient would be that of another function."""
     x = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4).requires_grad_()
@@ -365,72 +365,7 @@ def test_an_argument_that_was_written_to(hooks: Function) -> None:
         out.sum().backward()
 
 
-# -- drawn programs ------------------------------------------------------------------------------------
-
-OPS = ["mm", "mm", "mm", "mul", "sin", "softmax", "norm", "name", "t", "index", "dropout", "unread", "write"]
-
-
-def drawn_op(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if op == "unread":
-        _ = a @ b
-        return a + 1
-    if op == "write":
-        return (a * 2).sin_()
-    return {
-        "mm": lambda: a @ b,
-        "mul": lambda: a * b,
-        "sin": lambda: a.sin(),
-        "softmax": lambda: torch.softmax(a, -1),
-        "norm": lambda: nn.functional.layer_norm(a, (N,)),
-        "name": lambda: checkpoint_name(a.cos(), "hidden"),
-        "t": lambda: a.t(),
-        "index": lambda: a * a.max(-1, keepdim=True).indices,
-        "dropout": lambda: nn.functional.dropout(a, 0.3),
-    }[op]()
-
-
-class Drawn(nn.Module):
-    def __init__(self, program: list[Any], flag: bool) -> None:
-        super().__init__()
-        self.program, self.flag = program, flag
-        self.w = nn.Parameter(torch.randn(N, N, dtype=torch.float64) / 2)
-        self.register_buffer("b", torch.randn(N, N, dtype=torch.float64) / 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        values = [x, self.w, self.b]
-        for op, i, j, other in self.program:
-            chosen = other if self.flag and other else op
-            values.append(drawn_op(chosen, values[i % len(values)], values[j % len(values)]))
-        return values[-1].tanh() + values[-2] + x
-
-
-def drawn_case(seed: int) -> tuple[nn.ModuleList, tuple[Function, Function]]:
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    program = [
-        (draw.choice(OPS), draw.randrange(20), draw.randrange(20), draw.choice([None, None, *OPS]))
-        for _ in range(draw.randint(3, 8))
-    ]
-    model = nn.ModuleList([Drawn(program, draw.random() < 0.5) for _ in range(draw.randint(1, 4))])
-    policy, inner, hooks = (
-        draw.choice(EVERY),
-        draw.choice(EVERY),
-        draw.choice([checkpointed, to_its_end, twice]),
-    )
-    return model, draw.choice(list(shapes_of(policy, inner, hooks).values()))
-
-
-@pytest.mark.parametrize("first", range(0, 60, 10))
-def test_drawn_programs_in_torchs_checkpoint(first: int) -> None:
-    for seed in range(first, first + 10):
-        model, made = drawn_case(seed)
-        plain, region = made[0](model), made[1](model)
-        for step in range(2):
-            torch.manual_seed(step)
-            want = gradients(plain, model)
-            torch.manual_seed(step)
-            assert alike(gradients(region, model), want), seed
-
+# -- backwards inside, in torch's checkpoint -----------------------------------------------------------
 
 KEPT: dict[str, Any] = {
     "nothing": save_nothing,
@@ -459,41 +394,23 @@ def forces(energy: Any, x: Any, w: Any, wrap: Any) -> Any:
     return torch.autograd.grad(out.square().sum(), x, create_graph=True)[0].cos() * x + out.cos()
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["", "after an op"])
-@pytest.mark.parametrize("early", [True, False], ids=["early stop", "to the end"])
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("energy", ENERGIES)
-@pytest.mark.parametrize("outer", KEPT)
-@pytest.mark.slow
-def test_all_backwards_inside_of_regions_in_regions_in_torchs_checkpoint(
-    outer, energy, around, early, before
-):
-    for inner in KEPT:
-        one_backward_inside(outer, inner, energy, around, early, before)
-
-
 @pytest.mark.parametrize(
-    ("outer", "inner", "energy", "around"),
+    ("outer", "inner", "energy", "around", "early", "before"),
     [
-        ("every second", "nothing", "one region", "checkpoint"),
-        ("nothing", "products", "one region", "two of them"),
-        ("products", "nothing", "a region in it", "called twice"),
-        ("every third", "tanh", "a region in it", "in a region"),
-        ("tanh", "products", "at its end", "checkpoint"),
-        ("every second", "every third", "draws", "called twice"),
+        ("every second", "nothing", "one region", "checkpoint", True, False),
+        ("nothing", "products", "one region", "two of them", False, True),
+        ("products", "nothing", "a region in it", "called twice", True, True),
+        ("every third", "tanh", "a region in it", "in a region", False, False),
+        ("tanh", "products", "at its end", "checkpoint", True, True),
+        ("every second", "every third", "draws", "called twice", False, False),
+        ("tanh", "every second", "draws", "checkpoint", True, False),
     ],
 )
-@pytest.mark.parametrize("before", [False, True], ids=["", "after an op"])
-@pytest.mark.parametrize("early", [True, False], ids=["early stop", "to the end"])
 def test_a_backward_inside_of_regions_in_regions_in_torchs_checkpoint(
     outer, inner, energy, around, early, before
 ):
     """Its inner backward has torch's checkpoint recompute before the forward is over: what that computes was
     taken for ops of the region. Gradients were off by 3.6 and more, or CheckpointError."""
-    one_backward_inside(outer, inner, energy, around, early, before)
-
-
-def one_backward_inside(outer, inner, energy, around, early, before):
     generator = torch.Generator().manual_seed(0)
     start, data = torch.randn(2, 4, 4, dtype=torch.float64, generator=generator)
     w = start.requires_grad_()
@@ -532,10 +449,10 @@ READING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
-@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a region"])
-@pytest.mark.parametrize("hooks", READING)
-@pytest.mark.parametrize("name", UNREAD)
+@pytest.mark.parametrize(
+    ("name", "hooks", "nested", "policy"),
+    crossed(UNREAD, READING, [False, True], [save_nothing, save_matmuls], every=4),
+)
 def test_hooks_are_given_no_tensor_without_memory(name: str, hooks: str, nested: bool, policy: Any) -> None:
     """What a region under `vmap` holds for its backward has memory, if hooks are given it: they read it."""
     x = torch.linspace(-2, 2, 12).view(3, 4).requires_grad_()
