@@ -345,9 +345,9 @@ def beyond_regions(hook: Callable[..., Any], *args: Any) -> Any:
     that goes backward itself. These keep what they kept, whatever is around.
     """
     if not active.stack:
-        return hook(*args)
+        return of_users(hook, *args)
     with scoped(stack=[], quiet=False, selecting=False), modes_aside(Mode):
-        return hook(*args)
+        return of_users(hook, *args)
 
 
 def packed_by(hook: Callable[..., Any], tensor: torch.Tensor) -> Any:
@@ -384,7 +384,7 @@ def past_function_modes() -> Iterator[None]:
     """Within, the engine works: the user's torch-function modes see the calls of the user's code alone."""
     state, before = function_state(), active.functions
     set_function_state(functions_off)
-    active.functions = state
+    active.functions = state if before is None else before
     try:
         yield
     finally:
@@ -495,9 +495,11 @@ def is_of_a_look(hook: Callable[..., Any]) -> bool:
 def planning(name: str) -> Iterator[None]:
     """Run the region `name` for what it would do: a run beside the passes, as a recomputation is."""
     active.rerun.append(name)
+    active.noted.append(None)  # what the function ran under is told nobody around
     try:
         yield
     finally:
+        active.noted.pop()
         active.rerun.pop()
 
 

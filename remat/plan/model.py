@@ -318,8 +318,9 @@ def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, 
     """
     regions = Regions(plans_by_budget)
 
-    def note(region: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def note(region: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, None]:
         regions.note(region, graph_of(region, args, kwargs))
+        return True, None
 
     with looking(fn, args, kwargs), handling(note):
         try:

@@ -20,6 +20,7 @@ from remat.policies import Numbered, Policy, save_everything
 from remat.transforms import RematError
 from remat.transforms.closure import as_operands
 from remat.transforms.compat import in_transform, is_tracing
+from remat.transforms.entry import under_hooks
 from remat.transforms.joint import planned_for
 
 # Torch's planner takes seconds to import and to run: not asked where it could not do better than this.
@@ -114,8 +115,9 @@ class BudgetPolicy(Numbered):
         return found
 
     def trust(self, anchor: Any) -> Trust | None:
-        """What knows of earlier calls, but where a plan of the whole model is being made or carried out."""
-        return None if met() else trust_in(anchor)
+        """What knows of earlier calls, but where a plan of the whole model is being made or carried out, or
+        where every call must keep the same, whatever others were surprised by."""
+        return None if met() or under_hooks() else trust_in(anchor)
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(

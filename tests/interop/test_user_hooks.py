@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from remat import (
@@ -21,16 +23,20 @@ from remat import (
     checkpoint_name,
     checkpoint_policy,
     offload_names,
+    plan_model,
     remat,
     save_everything,
     save_matmuls,
     save_names,
     save_nothing,
+    save_ops,
+    scan_remat,
 )
 from tests.helpers import crossed
 
 Function = Callable[..., Any]
 N = 6
+aten = torch.ops.aten
 EVERY = [
     save_nothing,
     save_matmuls,
@@ -40,7 +46,11 @@ EVERY = [
     checkpoint_policy(budget=0.5),
 ]
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Policy", "ignore:The .grad attribute", "ignore:A budget", "ignore:run cannot be planned"
+    "ignore:Policy",
+    "ignore:The .grad attribute",
+    "ignore:A budget",
+    "ignore:run cannot be planned",
+    "ignore:<lambda> cannot be planned",
 )
 
 
@@ -238,6 +248,117 @@ def test_functions_from_one_maker(policy: Any) -> None:
         for _ in range(2):
             got = torch.autograd.grad(regions(x).square().sum(), (x, a, b), allow_unused=True)
             assert alike(got, want)
+
+
+BUDGETS = pytest.mark.parametrize(
+    "policy", [checkpoint_policy(budget=0.5, cost="flops"), checkpoint_policy(peak="1MiB", cost="flops")]
+)
+
+
+def rows_above(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x + x[x > 0].exp().tanh().sum()
+
+
+def chosen_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    rows = (x @ w).argmax(-1).bincount(minlength=N).nonzero()[:, 0]
+    return ((x[rows] @ w).sin() @ w).exp()
+
+
+def routed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out, best = torch.zeros_like(x), (x @ w)[:, :3].argmax(-1)
+    for number in range(3):
+        rows = (best == number).nonzero()[:, 0]
+        out = out.index_add(0, rows, (x[rows] @ w).sin())
+    return out
+
+
+@BUDGETS
+@pytest.mark.parametrize("fn", [rows_above, chosen_rows, routed])
+def test_a_budget_learns_nothing_between_two_runs(fn: Function, policy: Any) -> None:
+    """Calls without hooks, between the two runs under them, teach other plans."""
+    w = torch.linspace(-1, 1, N * N, dtype=torch.float64).reshape(N, N).requires_grad_()
+    region = remat(lambda x: fn(x, w), policy=policy)
+    for call in range(3):
+        x = torch.sin(torch.arange(N * N, dtype=torch.float64) + call).reshape(N, N).requires_grad_()
+        want = torch.autograd.grad(fn(x, w).sum() * 2, (x, w), allow_unused=True)
+        under_hooks = checkpointed(region)(x)
+        got = torch.autograd.grad(region(x).sum() + under_hooks.sum(), (x, w), allow_unused=True)
+        assert alike(got, want)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward after", "backward inside"])
+@pytest.mark.parametrize("budget", [0.4, 0.6, 0.9])
+def test_a_plan_of_a_model_around_torchs_checkpoint(budget: float, inside: bool) -> None:
+    """The second run comes when the call of the plan is over, or in the midst of it."""
+    w = torch.linspace(-1, 1, N * N, dtype=torch.float64).reshape(N, N)
+    block: Function = lambda x: (x @ (x @ w).sin()).sigmoid() @ w  # noqa: E731
+    region = remat(block, policy=checkpoint_policy(budget=0.5, cost="flops"))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = checkpointed(lambda x: region(region(x)))(x).sum()
+        if inside:
+            loss.backward()
+        return loss
+
+    x = torch.ones(N, N, dtype=torch.float64, requires_grad=True)
+    planned = plan_model(step, x, budget=budget, cost="flops")
+    (want,) = torch.autograd.grad(block(block(x)).sum(), x)
+    for _ in range(2):
+        x.grad = None
+        loss = planned(x)
+        if not inside:
+            loss.backward()
+        assert alike([x.grad], [want])
+
+
+class Louder(TorchFunctionMode):
+    """Changes what some functions return, wherever it is on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 1.25 if func in (torch.sin, torch.Tensor.sin) else out
+
+
+@pytest.mark.parametrize("policy", [save_ops(aten.mul), save_ops(aten.mul, aten.sin), save_matmuls], ids=str)
+@pytest.mark.parametrize("what", ["a mode", "a subclass", "a scan"])
+def test_torch_functions_are_asked_when_hooks_run_a_region_again(what: str, policy: Any) -> None:
+    """A kept value is asked for in the midst of a recomputation, in which no torch function is asked."""
+    w = torch.linspace(-1, 1, N * N, dtype=torch.float64).reshape(N, N).requires_grad_()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x @ w @ w).sin() * (x @ w).sin()) @ w
+
+    def scan(x: torch.Tensor) -> torch.Tensor:
+        return scan_remat(lambda h, _: ((h @ w).sin() * x, None), x, length=3)[0]
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for _ in range(3):
+            h = (h @ w).sin() * x
+        return h
+
+    def around(fn: Function) -> Function:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            if what == "a subclass":
+                return fn(x.as_subclass(Loud)).as_subclass(torch.Tensor)
+            with Louder() if what == "a mode" else contextlib.nullcontext():
+                return fn(x)
+
+        return run
+
+    plain, region = (loop, scan) if what == "a scan" else (block, block)
+    for _ in range(3):
+        x = torch.ones(N, N, dtype=torch.float64, requires_grad=True)
+        want = torch.autograd.grad(around(plain)(x).sum(), (x, w))
+        again = checkpointed(around(remat(region, policy=policy)))
+        assert alike(torch.autograd.grad(again(x).sum(), (x, w)), want)
+
+
+class Loud(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out: Any = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 1.25 if func in (torch.sin, torch.Tensor.sin) else out
 
 
 def test_a_region_that_calls_itself() -> None:

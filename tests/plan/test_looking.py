@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
-from remat import RematError, checkpoint_policy, remat, saved_residuals
+from remat import RematError, checkpoint_policy, remat, saved_residuals, scan_remat
 from remat import nn as remat_nn
 from remat.plan import BudgetPolicy, pareto, plan_chain, plan_model
 from tests.helpers import crossed
@@ -226,3 +226,41 @@ def test_what_needs_data_in_a_sharded_module_is_planned_from_its_first_call(mesh
     assert [w for w in told if "cannot be planned" in str(w.message)]
     assert not [w for w in told if "nearly every call" in str(w.message)]
     assert kept[1] == kept[0] and kept[0]
+
+
+def forces(energy, x, w):
+    return torch.func.grad(lambda x: energy(x).sum())(x)
+
+
+def pulled(energy, x, w):
+    return torch.func.vjp(energy, x)[1](x)[0] * w[0]
+
+
+def rows(energy, x, w):
+    return torch.func.vmap(torch.func.grad(lambda row: energy(row[None]).sum()))(x)
+
+
+def along(energy, x, w):
+    return torch.func.jvp(energy, (x,), (x * w[1],))[1]
+
+
+@pytest.mark.parametrize("policy", [checkpoint_policy(budget=0.5), checkpoint_policy(peak="1MiB")], ids=repr)
+@pytest.mark.parametrize("step", [forces, pulled, rows, along])
+def test_a_look_in_a_step_of_a_scan(step, policy):
+    """Nobody around is told what its functions ran under, which is without data."""
+    w = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4).requires_grad_()
+    x = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
+
+    def body(wrap):
+        energy = wrap(lambda x: torch.tanh(x @ w).square())
+        return lambda x: step(energy, x, w).sin()
+
+    h = x
+    for _ in range(3):
+        h = body(lambda fn: fn)(h)
+    want = torch.autograd.grad(h.sum(), (x, w))
+    planned = remat(body(remat), policy=policy)
+    for _ in range(2):
+        end, _ = scan_remat(lambda h, _: (planned(h), None), x, length=3, checkpoints="sqrt")
+        for one, other in zip(torch.autograd.grad(end.sum(), (x, w)), want, strict=True):
+            torch.testing.assert_close(one, other)

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from remat import RematError, checkpoint_policy, plan_model, register_op, remat, saved_residuals
+from remat import (
+    RematError,
+    checkpoint_policy,
+    explain,
+    plan_model,
+    register_op,
+    remat,
+    save_everything,
+    saved_residuals,
+)
 
 
 def custom(name):
@@ -89,5 +98,27 @@ def test_a_plan_of_a_model_says_that_fewer_regions_were_called(skip):
     if 0 < len(skip) < 4:
         with pytest.raises(RematError, match=f"{4 - len(skip)} of the 4 planned regions"):
             plan(x, skip)
+    elif skip:
+        with pytest.warns(UserWarning, match="None of the 4 planned regions was called"):
+            plan(x, skip)
     else:
         plan(x, skip)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("how", ["explain", "saved", "vmap", "region around", "compiled"])
+def test_a_plan_of_a_model_is_silent_where_its_regions_have_others_policies(how):
+    """Nobody planned them is told only of a call of the user's in which none of them was met."""
+    region = remat(block, policy=checkpoint_policy(budget=0.5))
+    plan = plan_model(lambda x: region(region(x)).sum(), torch.eye(8, requires_grad=True), budget=0.6)
+    x = torch.eye(8, requires_grad=True)
+    calls = {
+        "explain": lambda: explain(plan, x),
+        "saved": lambda: saved_residuals(plan, x),
+        "vmap": lambda: torch.vmap(plan)(torch.stack([x.detach(), x.detach()])),
+        "region around": lambda: remat(plan, policy=save_everything)(x).backward(),
+        "compiled": lambda: compiled(x).backward(),
+    }
+    compiled = torch.compile(plan, backend="aot_eager")
+    for _ in range(2):
+        calls[how]()

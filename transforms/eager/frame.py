@@ -32,7 +32,16 @@ from remat.transforms.compat import (
     pop_hooks,
     set_grad_enabled,
 )
-from remat.transforms.context import all_of, gathering, memory_watch, node_of, quiet, repeated, run_innermost
+from remat.transforms.context import (
+    all_of,
+    gathering,
+    memory_watch,
+    node_of,
+    past_function_modes,
+    quiet,
+    repeated,
+    run_innermost,
+)
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.residuals import Residuals
@@ -425,8 +434,10 @@ class Frame(Packer):
         if self.store is not None:
             contexts.append(self.store.fetched(program.kept))
         try:
-            # Modes and subclasses were asked in the forward, and what they did is on the tape.
-            with all_of(contexts) if contexts else _NOTHING, below_autograd(), functions_as_they_are():
+            # Modes and subclasses were asked in the forward, and what they did is on the tape. Hooks give
+            # what was kept, and are the user's: torch's checkpoint runs its function there.
+            past = functions_as_they_are if self.inputs.hooks is None else past_function_modes
+            with all_of(contexts) if contexts else _NOTHING, below_autograd(), past():
                 return program.run(there, take, random, self.region.digest, self.region.shares)
         finally:
             end()

@@ -11,4 +11,5 @@ from remat.transforms.entry.dispatch import (
     outermost,  # whether no other region is being recorded or recomputed around here
     run,  # call `region`
     run_transparently,  # call `function` and keep what autograd keeps, regions inside it included
+    under_hooks,  # whether saved-tensor hooks of the user's are around, which may count what is packed
 )

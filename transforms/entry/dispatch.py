@@ -116,6 +116,12 @@ def outermost() -> bool:
     return users_own(top_hooks()) or (enclosing() is None and not enclosed())
 
 
+def under_hooks() -> bool:
+    """Whether saved-tensor hooks of the user's are around, which may count what is packed."""
+    hooks = users(top_hooks())
+    return hooks is not None and not is_of_a_look(hooks[1])
+
+
 def run_transparently(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], everywhere: bool = True
 ) -> Any:

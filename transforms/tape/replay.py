@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat.transforms.closure import of_captured
-from remat.transforms.compat import function_modes_asked, functions_as_they_are, memory_is_real
-from remat.transforms.context import Mode, active, quiet
+from remat.transforms.compat import function_modes_asked, memory_is_real
+from remat.transforms.context import Mode, active, past_function_modes, quiet
 from remat.transforms.errors import RematError, not_repeated, written
 from remat.transforms.ops import (
     Operands,
@@ -107,7 +107,7 @@ class Replay(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function_modes_asked():  # an op of C++: the user's modes know nothing of it
-            with functions_as_they_are():
+            with past_function_modes():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
         if types and not active.quiet and self.takes_apart(types, args):

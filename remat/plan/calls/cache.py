@@ -15,6 +15,7 @@ from remat.plan.graph import Graph
 from remat.transforms import BoundedCache, Key, flatten, is_tensor
 from remat.transforms.closure import swapping
 from remat.transforms.compat import in_transform, is_hook_refusal, is_tracing
+from remat.transforms.entry import under_hooks
 from remat.transforms.joint import (
     NotOnFakes,
     Peeled,
@@ -37,6 +38,8 @@ _KNOWN: BoundedCache[Hashable, Paths] = BoundedCache(256)
 # not have every call looked at.
 _ALIKE: BoundedCache[Hashable, tuple[int, Graph]] = BoundedCache(256)
 _ENOUGH = 3
+# Part of the keys of calls that have to keep the same in every run.
+_SAME = "the same in every run"
 # So many paths of one function are told apart.
 _PATHS = 8
 _warned: BoundedCache[Hashable, None] = BoundedCache(4096)
@@ -86,6 +89,11 @@ class Paths:
         self.followed: dict[Hashable, Any] = {}
         self.trust: Trust | None = None
 
+    @property
+    def learns(self) -> bool:
+        """Whether what it is told changes later calls."""
+        return self.key is not None
+
     def learn(self, tape: Tape, fitting: bool = False) -> None:
         """Remember what a call has run that was recorded: none of these, unless a plan was `fitting`."""
         if self.trust is not None:
@@ -117,29 +125,34 @@ class Paths:
 def paths_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Paths:
     """What is known of a call that is about to run, after a look at it if nothing is.
 
-    A function that cannot be looked at is planned from what its first call does, which keeps nothing.
+    A function that cannot be looked at is planned from what its first call does, which keeps nothing. Hooks
+    of the user's may run a call again and count what it packs, so there only looks count, which find the same
+    in each run.
     """
     call = _Call(fn, args, kwargs)
     key, name = call.key, getattr(fn, "__name__", None) or type(fn).__name__
-    if key is not None and (known := _KNOWN.get(key)) is not None:
-        return known
+    if under_hooks():
+        known = None if key is None else Key(_SAME, key)
+        if known is not None and (found := _KNOWN.get(known)) is not None:
+            return found
+        seen = _seen(call, name, "Under saved-tensor hooks, as torch's checkpoint has, it keeps nothing.")
+        found = Paths(name, None, () if seen is None else (seen,), call.held())
+        if known is not None:
+            _KNOWN[known] = found
+        return found
+    if key is not None and (found := _KNOWN.get(key)) is not None:
+        return found
     if key in _LEARNED and (known := _LEARNED.recall(key)) is not None:
         # Of calls that were looked at that is one path more.
         seen = _GRAPHS.recall(key)
         graphs = known if seen is None else (*known, seen)
     else:
-        try:
-            seen = call.graph_before()
-        except NotOnFakes as error:
-            if in_transform() and is_hook_refusal(error):
-                # The engine tries again without its hooks.
-                raise
-            seen = None
-            _warn_once(
-                name,
-                f"{error} For now the first call of each shape keeps nothing, and what it runs is planned "
-                "for the later ones.",
-            )
+        seen = _seen(
+            call,
+            name,
+            "For now the first call of each shape keeps nothing, and what it runs is planned for the later "
+            "ones.",
+        )
         graphs = () if seen is None else (seen,)
         if seen is None and key is not None:
             _LEARNED[key] = ()
@@ -147,6 +160,18 @@ def paths_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if key is not None:
         _KNOWN[key] = found
     return found
+
+
+def _seen(call: _Call, name: str, otherwise: str) -> Graph | None:
+    """What a look at a call sees; `otherwise` is said once where it cannot be looked at."""
+    try:
+        return call.graph_before()
+    except NotOnFakes as error:
+        if in_transform() and is_hook_refusal(error):
+            # The engine tries again without its hooks.
+            raise
+        _warn_once(name, f"{error} {otherwise}")
+        return None
 
 
 class _Call:
@@ -176,7 +201,7 @@ class _Call:
             return found
         rough = _rough(self.key)
         count, alike = _ALIKE.recall(rough) or (0, None)
-        if alike is not None and count >= _ENOUGH:
+        if alike is not None and count >= _ENOUGH and not under_hooks():
             return alike
         if (found := self._careful()) is None:
             return None

@@ -29,6 +29,11 @@ class Known(Protocol):
 
     trust: Any
 
+    @property
+    def learns(self) -> bool:
+        """Whether what it is told changes later calls."""
+        ...
+
     def learn(self, tape: Tape, fitting: bool = False) -> None:
         """Be told of a forward that was recorded, and whether a plan fitted it."""
 
@@ -98,7 +103,7 @@ class Following(Policy):
     @property
     def asks_again(self) -> bool:  # type: ignore[override]
         # What nothing is known of is to be told of; another function's trace would tell nobody.
-        return self.known is not None and not self.plans
+        return self.known is not None and self.known.learns and not self.plans
 
     @property
     def left_to_compiler(self) -> bool:

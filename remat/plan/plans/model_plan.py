@@ -10,19 +10,23 @@ from typing import Any, ClassVar
 
 import torch
 
-from remat._core import format_bytes
+from remat._core import format_bytes, warn_user
+from remat._forced import forced
 from remat.plan.plans.plan import Plan
 from remat.transforms import RematError
-from remat.transforms.compat import is_tracing
+from remat.transforms.compat import in_transform, is_tracing
+from remat.transforms.entry import under_hooks
 
-# What a budget policy does when it meets a region: None is to plan that region on its own.
-_meeting: ContextVar[Callable[..., Plan | None] | None] = ContextVar("remat_plan_meeting", default=None)
+# Tells a budget policy that meets a region whether it has a plan for it, and which.
+Handler = Callable[..., tuple[bool, "Plan | None"]]
+# None is to plan each region on its own.
+_meeting: ContextVar[Handler | None] = ContextVar("remat_plan_meeting", default=None)
 
 
 def meet(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Plan | None]:
     """Whether a plan of the whole model is being made or carried out, and its plan for this region if so."""
     handler = _meeting.get()
-    return (False, None) if handler is None else (True, handler(fn, args, kwargs))
+    return (False, None) if handler is None else handler(fn, args, kwargs)
 
 
 def met() -> bool:
@@ -31,7 +35,7 @@ def met() -> bool:
 
 
 @contextlib.contextmanager
-def handling(handler: Callable[..., Plan | None]) -> Iterator[None]:
+def handling(handler: Handler) -> Iterator[None]:
     """Within, regions with budgets get what `handler` has for them."""
     token = _meeting.set(handler)
     try:
@@ -74,6 +78,8 @@ class ModelPlan:
     unit: str
     lower_bound: float
     seconds: float = field(default=0.0, compare=False, repr=False)
+    # Whether a compiler has asked for plans: what it made asks for none.
+    _traced: list[bool] = field(default_factory=lambda: [False], init=False, compare=False, repr=False)
     no_policy: ClassVar[str] = (
         "call it in the place of its function, planned(*args), or give a region one of planned.regions."
     )
@@ -91,28 +97,39 @@ class ModelPlan:
         """
         waiting = iter(self.regions)
 
-        def hand_out(fn: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
+        def hand_out(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Plan | None]:
             nonlocal waiting
             plan = next(waiting, None)
+            self._traced[0] |= is_tracing()
             if plan is None and is_tracing():
                 # A compiler looks at a graph more than once.
                 waiting = iter(self.regions)
                 plan = next(waiting, None)
+            if under_hooks():
+                # Such as torch's checkpoint run it again, perhaps after this call: by its own budget.
+                return False, None
             if plan is None:
                 raise RematError(
                     f"A region beyond the {len(self.regions)} planned ones is called: plan the model anew."
                 )
-            return plan
+            return True, plan
 
         with handling(hand_out):
             out = self.fn(*args, **kwargs)
         met = len(self.regions) - len([*waiting])
         # Without gradients nothing is kept, and a compiler asks for the plans when it traces.
-        if 0 < met < len(self.regions) and torch.is_grad_enabled() and not is_tracing():
+        if met == len(self.regions) or not torch.is_grad_enabled() or is_tracing():
+            return out
+        if met:
             raise RematError(
                 f"{met} of the {len(self.regions)} planned regions were called. Which, a plan cannot tell: "
                 "others than those planned for may have kept their values. Plan the model anew for this "
                 "call, or call the function itself, whose regions have budgets of their own."
+            )
+        if not self._traced[0] and not in_transform() and forced.choose is None and forced.stand is None:
+            warn_user(
+                f"None of the {len(self.regions)} planned regions was called, so the plan did "
+                "nothing. Plan the model anew for this call."
             )
         return out
 
