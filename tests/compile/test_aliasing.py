@@ -19,7 +19,7 @@ from remat import (
     save_ops,
 )
 from tests.compiled import compiled
-from tests.helpers import crossed, sparse
+from tests.helpers import crossed
 
 X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 W = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -104,7 +104,7 @@ def test_no_gradient_is_lost(case: Any, policy: Any) -> None:
     torch.testing.assert_close(made, gradient, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", sparse(CASES))
+@pytest.mark.parametrize("case", CASES[::3])
 def test_nor_under_func_grad(case: Any) -> None:
     def gradient(region: Any) -> Any:
         return torch.func.grad(lambda x: weighted(case(x, region)))
@@ -171,7 +171,7 @@ def turned(x: Tensor) -> Any:
         KEEPING,
         ["nothing", "matmuls", "all"],
         [False, True],
-        every=6,
+        every=8,
     ),
 )
 def test_a_region_inside_keeps_views_that_one_around_does_not(
@@ -203,16 +203,13 @@ def test_a_region_inside_keeps_views_that_one_around_does_not(
 PASSED_ON = {
     "both": lambda a, b, r: r(lambda a, b: (a, b))(a, b),
     "one of two": lambda a, b, r: (r(lambda a, b: {"new": a.sin(), "mask": (b, 1.5)})(a, b)["mask"][0], a),
-    "the only one": lambda a, b, r: (r(lambda a: a)(a), b),
     "captured": lambda a, b, r: (r(lambda: a)(), b),
     "twice": lambda a, b, r: r(lambda a, b: (a, a))(a, b),
-    "to nobody": lambda a, b, r: (r(lambda a: a)(a), (a, b))[1],
     "through two": lambda a, b, r: r(lambda a, b: r(lambda a, b: (a, b))(a, b))(a, b),
-    "from a module": lambda a, b, r: (r(torch.nn.Identity())(a), b),
 }
 
 
-@pytest.mark.parametrize("case", sparse(PASSED_ON))
+@pytest.mark.parametrize("case", PASSED_ON)
 def test_a_region_inside_returns_what_it_is_given(case: str) -> None:
     """Dynamo alone takes the operand for a value of the inner graph, and fails; so it does with torch's
     checkpoint."""

@@ -24,7 +24,7 @@ from remat.transforms.compat.fx import Template
 from remat.transforms.compiled.barrier import _code
 from remat.transforms.entry import compiled as entry
 from tests.compiled import compiled
-from tests.helpers import CASES, POLICIES, gradients, leaves_of, rand, same, scalar, sparse
+from tests.helpers import CASES, POLICIES, gradients, leaves_of, rand, same, scalar
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ EVERY_SECOND = [name for name, case in CASES.items() if "backward" not in case.l
 
 
 @pytest.mark.parametrize("policy", ("matmuls",))
-@pytest.mark.parametrize("name", sparse(EVERY_SECOND, 40))
+@pytest.mark.parametrize("name", EVERY_SECOND[::40])
 def test_graphs_and_gradients_are_those_of_tracing(name, policy):
     def thrice(wrap) -> tuple[Callable[..., Tensor], Any]:
         fn, args = CASES[name].build(wrap)
@@ -152,55 +152,19 @@ def by_func(block: Callable[..., Any]) -> Callable[..., Tensor]:
     return run
 
 
-def stacked(ws, x):
-    block = remat(mlp)
-    up, down = (torch.stack([w[name] for w in ws]) for name in ("up", "down"))
-    return sum_of(chain(block), [{"up": u, "down": d} for u, d in zip(up, down, strict=True)], x)
-
-
-def sum_of(fn, *args):
-    return fn(*args)
-
-
 def tied(ws, x):
     block = remat(mlp)
     x = block(ws[0], x)
     return chain(block)([ws[0], ws[1], ws[0], ws[1]], x)
 
 
-def factors(ws, x):
-    block = remat(mlp)
-    for i, w in enumerate(ws):
-        x = block(w, x, 1.0 if i % 2 else 2.0)
-    return x.square().sum()
-
-
 def lengths(ws, x):
     block = remat(mlp)
-    return sum_of(chain(block), ws[:1], x) + chain(block)(ws[:1], x[:2])
-
-
-def some_frozen(ws, x):
-    block = remat(mlp)
-    for i, w in enumerate(ws):
-        x = block(w if i % 2 else {"up": w["up"].detach(), "down": w["down"]}, x)
-    return x.square().sum()
+    return chain(block)(ws[:1], x) + chain(block)(ws[:1], x[:2])
 
 
 def nested(ws, x):
     return chain(remat(lambda w, x: remat(mlp)(w, x).sin()))(ws, x)
-
-
-def itself(w, x):
-    return x, F.gelu(x @ w["up"]) @ w["down"]
-
-
-def passes_on(ws, x):
-    block = remat(itself)
-    for w in ws:
-        same_x, y = block(w, x)
-        x = same_x + y
-    return x.square().sum()
 
 
 def two_views(w, x):
@@ -230,26 +194,21 @@ def writes(w, x):
 COPIED = {
     "chain": (chain(remat(mlp)), 6),
     "chain, kept products": (chain(remat(mlp, policy=save_matmuls)), 6),
-    "chain, a rule": (chain(remat(mlp, policy=lambda info: info.index % 2 == 0)), 6),
     "chain, a rule asked again": (
         chain(remat(mlp, policy=checkpoint_policy(lambda info: info.index % 2 == 0, stateful=True))),
         0,
     ),
     # One pull-back is moved ahead of a reader outside (`compiled/turns.py`), and traced by itself.
     "under value_and_grad": (by_func(remat(mlp)), 5),
-    "slices of stacked weights": (stacked, 6),
     "tied weights": (tied, 6),
-    "two factors": (factors, 4),
     "two lengths": (lengths, 0),
-    "some frozen": (some_frozen, 4),
     "regions in regions": (nested, 0),
-    "a result that is an operand": (passes_on, 0),
     "results that share memory": (share_memory, 0),
     "written inside": (chain(remat(writes)), 0),
 }
 
 
-@pytest.mark.parametrize("name", sparse(COPIED))
+@pytest.mark.parametrize("name", COPIED)
 def test_what_is_copied(name, copies):
     program, expected = COPIED[name]
     ws, x = weights(), rand(4, 8).requires_grad_()
@@ -275,23 +234,6 @@ def test_each_copy_draws_its_own_numbers(copies):
     assert copies == [True, True]
     assert sum(line[0] == "aten.randint.low" or "randint" in line[0] for line in graph) == 2
     assert out.detach().abs().max() > 0.1
-
-
-def test_modules_are_alike(copies):
-    blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)]).double()
-    regions = [remat(block, policy=save_matmuls) for block in blocks]
-
-    def run(x):
-        for region in regions:
-            x = region(x)
-        return x.square().sum()
-
-    x = rand(4, 8).requires_grad_()
-    leaves = [*blocks.parameters(), x]
-    out = compiled(run)(x)
-    got = gradients(out, leaves)
-    assert copies == [True] * 6
-    same(got, gradients(run(x), leaves))
 
 
 def test_policies_are_asked_once_for_regions_that_are_alike(monkeypatch):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from remat import checkpoint_policy, remat, save_matmuls
 from tests.compiled import compiled
-from tests.helpers import rand, same
+from tests.helpers import crossed, rand, same
 
 seen: list[torch.Tensor] = []
 generator = torch.Generator()
@@ -67,8 +67,7 @@ def line_to_be_named(function) -> int:
     return start + next(i for i, line in enumerate(lines) if "the line to be named" in line)
 
 
-@pytest.mark.parametrize("transform", [None, grad], ids=["plain", "grad"])
-@pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("function", "transform"), crossed(REFUSED, [None, grad], every=2))
 def test_what_dynamo_refuses_names_region_and_line(function, transform):
     region = remat(function, name="my block")
     loss = lambda x: region(x).sum()  # noqa: E731  # pyright: ignore

@@ -82,7 +82,7 @@ def test_regions_run_the_forward_once_more_and_cost_nothing_else(triton):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2-xl", "moe"])
+@pytest.mark.parametrize("model", ["moe"])
 def test_recomputation_spills_no_more_and_runs_no_kernel_twice(triton, model):
     small = named(model, depth=1, width=128, heads=4, seq=128, batch=2)
     problem = small.problem(torch.device("cpu"), torch.bfloat16, 0)
@@ -120,7 +120,7 @@ def mlp_under(wrap):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [lambda f: f, remat], ids=["none", "save_nothing"])
+@pytest.mark.parametrize("wrap", [remat], ids=["save_nothing"])
 def test_live_bytes_of_the_cpu_wrapper_are_those_of_the_profiler(wrap):
     weights = [(torch.randn(64, 256) / 8, torch.randn(256, 64) / 16) for _ in range(4)]
     leaves = [w.requires_grad_() for pair in weights for w in pair]
@@ -207,7 +207,7 @@ def test_what_only_gives_a_shape_is_not_lost(triton):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card", ["a100", "b200"])
+@pytest.mark.parametrize("card", ["b200"])
 def test_flex_attention_and_kernels_of_users_are_compiled(triton, card):
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -69,7 +69,7 @@ def test_a_block_is_lowered_once_and_launched_for_every_step():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=str)
+@pytest.mark.parametrize("policy", [save_matmuls], ids=str)
 def test_rotary_tables_are_computed_once_in_a_block(policy):
     """Not in each kernel that reads them: of the queries, the keys, and what is pulled back."""
 
@@ -90,14 +90,6 @@ def test_rotary_tables_are_computed_once_in_a_block(policy):
 
 
 @pytest.mark.slow
-def test_gradients_of_rows_go_as_they_are_put_together():
-    backward = report(4, checkpoints="all").backward
-    assert backward
-    first, second = (kernel.live for kernel in backward.kernels if kernel.name == "aten.cat")
-    assert first == second
-
-
-@pytest.mark.slow
 def test_kept_are_the_carries_of_the_schedule():
     kept = {count: report(6, checkpoints=count).kept for count in (2, 3, "all")}
     # The first is the caller's. A tape of every step has the last one too.
@@ -108,14 +100,6 @@ def test_kept_are_the_carries_of_the_schedule():
     fetched = launches(away.backward) - launches(stays.backward)
     assert fetched == Counter({"aten.copy_": 6 + 5})
     assert away.forward and stays.forward and away.forward.peak < stays.forward.peak
-
-
-@pytest.mark.slow
-def test_fewer_carries_take_more_sweeps():
-    all_of_them, two = report(6, checkpoints="all"), report(6, checkpoints=2)
-    assert two.peak < all_of_them.peak and two.flops > all_of_them.flops
-    # Whole steps of two products each.
-    assert (two.flops - all_of_them.flops) % (2 * 2 * WIDE**3) == 0
 
 
 @pytest.mark.slow
@@ -140,16 +124,6 @@ def test_a_functional_step_and_regions_in_steps():
 
 
 @pytest.mark.slow
-def test_random_numbers_come_from_seeds():
-    def step(x, weights):
-        return F.dropout(body(x, weights)[0], 0.1), None
-
-    plain, drawn = report(6, checkpoints="all"), report(6, None, step=step, checkpoints="all")
-    # One seed of eight bytes a step, and no mask.
-    assert drawn.kept - plain.kept == 6 * 8
-
-
-@pytest.mark.slow
 def test_steps_left_over_from_blocks_are_refused():
     x, w = torch.empty(4, 4, device="meta"), torch.empty(11, 4, 4, device="meta", requires_grad=True)
     loss = scanned(lambda c, w: (torch.tanh(c @ w), None))
@@ -158,9 +132,7 @@ def test_steps_left_over_from_blocks_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"checkpoints": 2}, {"checkpoints": "all", "policy": save_matmuls}], ids=["2", "products"]
-)
+@pytest.mark.parametrize("options", [{"checkpoints": "all", "policy": save_matmuls}], ids=["products"])
 def test_live_bytes_of_a_scan_on_the_cpu_are_those_of_the_profiler(options):
     x, weights = torch.randn(1024, 64), (torch.randn(8, 64, 256) / 8, torch.randn(8, 256, 64) / 16)
     leaves = [w.requires_grad_() for w in weights]

@@ -19,7 +19,7 @@ from remat import checkpoint_name, checkpoint_policy, remat, save_all_but_names,
 from remat.policies import Policy, save_everything, save_nothing, save_ops, save_unbatched_matmuls
 from remat.transforms import value_and_grad
 from tests.compiled import Graphs, compiled, dots, ops
-from tests.helpers import OpCounter, rand, same, sparse
+from tests.helpers import OpCounter, rand, same
 
 aten = torch.ops.aten
 POLICIES = {
@@ -75,7 +75,7 @@ def test_backward_recomputes_what_it_recomputes_in_eager(policy):
     assert [graphs.backward[op] for op in RECOMPUTED] == run_again(policy)
 
 
-@pytest.mark.parametrize("policy", sparse(POLICIES))
+@pytest.mark.parametrize("policy", ["nothing", "names", "rule"])
 def test_vmap_of_grad_recomputes_what_it_recomputes_in_eager(policy):
     region = remat(block, policy=POLICIES[policy])
     w, x = shared()
@@ -172,8 +172,7 @@ def test_the_second_call_compiles_nothing():
     assert graphs.frames == 1
 
 
-@pytest.mark.parametrize("how", ["dynamic", "marked"])
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+@pytest.mark.parametrize(("how", "policy"), [("dynamic", save_nothing), ("marked", save_matmuls)])
 def test_dynamic_shapes_compile_once(how, policy):
     loss = chain(2, policy)
     w, _ = shared()
@@ -227,7 +226,7 @@ class Network(nn.Module):
         return x.square().sum()
 
 
-@pytest.mark.parametrize("policy", sparse([save_matmuls, save_nothing], 2), ids=repr)
+@pytest.mark.parametrize("policy", [save_matmuls], ids=repr)
 def test_modules(policy):
     network = Network(lambda block: remat(block, policy=policy)).double()
     plain = Network(lambda block: block).double()
@@ -269,37 +268,7 @@ def test_methods_and_static_arguments():
         same(torch.autograd.grad(got, x), torch.autograd.grad(want, x))
 
 
-def test_batch_norm_in_training_updates_its_statistics_once():
-    def make(wrap):
-        torch.manual_seed(0)
-        inner = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh()).double()
-        return inner, wrap(inner)
-
-    (inner, region), (plain, _) = make(remat), make(lambda module: module)
-    run = compiled(lambda x: region(x).sum())
-    for seed in range(2):
-        x = rand(2, 2, 4, 4, seed=seed)
-        run(x).backward()
-        plain(x).sum().backward()
-    same([p.grad for p in inner.parameters()], [p.grad for p in plain.parameters()])
-    same(list(inner.buffers()), list(plain.buffers()))
-
-
-def test_a_tensor_that_the_region_writes_to_is_recomputed_from_what_it_was():
-    def counted(x, counter):
-        y = torch.sin(x + counter)
-        counter.add_(1)
-        return y * counter
-
-    x = rand(3).requires_grad_()
-    outcomes = []
-    for run in (compiled(remat(counted)), counted):
-        counter = torch.ones((), dtype=torch.float64)
-        outcomes.append((torch.autograd.grad(run(x, counter).sum(), x), counter))
-    same(*outcomes)
-
-
-@pytest.mark.parametrize("backend", sparse(["aot_eager", "inductor"], 2))
+@pytest.mark.parametrize("backend", ["aot_eager"])
 def test_custom_ops_and_old_style_functions(backend):
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -339,7 +308,7 @@ def test_without_gradients_the_function_runs_as_it_is():
     assert graphs.forward["mm"] == 2 and graphs.forward["fence"] == 0
 
 
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+@pytest.mark.parametrize("policy", [save_matmuls], ids=repr)
 def test_ahead_of_time_without_dynamo(policy):
     w, x = shared()
     w.requires_grad_()
@@ -374,7 +343,7 @@ def test_a_graph_break_in_a_region_runs_it_in_eager(capsys):
     assert "broken" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("made", sparse(["inside", "outside"], 2))
+@pytest.mark.parametrize("made", ["inside"])
 def test_callables_of_every_kind(made):
     w, x = shared()
 
@@ -454,23 +423,9 @@ def test_the_fence_is_the_identity_for_every_derivative():
 
 
 @pytest.mark.slow
-def test_a_product_of_batches_of_a_captured_parameter():
-    """Its last op is a view or an _unsafe_view, by whether plain autograd differentiates the operands."""
-    w = torch.nn.Parameter(rand(6, 6))
-
-    def fn(x: Tensor) -> Tensor:
-        h = torch.einsum("btc,cd->btd", x, w).sin().view(*x.shape[:2], 2, 3).transpose(1, 2)
-        return torch.tanh(h @ h.transpose(-1, -2)).square().sum()
-
-    x = rand(2, 1, 4, 6)
-    region = remat(fn, policy=save_matmuls)
-    same(compiled(vmap(grad(region)))(x), vmap(grad(fn))(x))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transform", "policy"),
-    [("vmap(grad)", save_matmuls), ("grad(grad)", ~save_matmuls), ("hessian", save_matmuls)],
+    [("vmap(grad)", save_matmuls), ("hessian", ~save_matmuls)],
     ids=str,
 )
 def test_a_bias_added_in_place_to_a_view_of_a_captured_product(transform, policy):
@@ -484,7 +439,6 @@ def test_a_bias_added_in_place_to_a_view_of_a_captured_product(transform, policy
 
     made = {
         "vmap(grad)": lambda f: vmap(grad(f)),
-        "grad(grad)": lambda f: grad(lambda x: grad(f)(x).sin().sum()),
         "hessian": lambda f: torch.func.hessian(f),
     }[transform]
     x = rand(2, 2, 6) if transform == "vmap(grad)" else rand(2, 6)

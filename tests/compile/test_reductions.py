@@ -46,6 +46,5 @@ def test_a_recomputed_reduction_has_the_forwards_bits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(64, 128), (33, 1030)])
-def test_recomputed_reductions_have_the_forwards_bits(shape):
-    assert not differing(list(REDUCTIONS), shape, seeds=1_000)
+def test_recomputed_reductions_have_the_forwards_bits():
+    assert not differing(list(REDUCTIONS), (33, 1030), seeds=300)

@@ -56,15 +56,6 @@ def in_a_row(regions: list[Any], x: Tensor) -> Tensor:
     return x.square().mean()
 
 
-def of_two_inputs(regions: list[Any], x: Tensor) -> Tensor:
-    once, again = x, x.flip(0)
-    for region in regions:
-        once = region(once)
-    for region in regions:
-        again = region(again)
-    return once.square().mean() + again.square().mean()
-
-
 def simulated(loss: Any, x: Tensor) -> int:
     """The peak of the code that Inductor writes for forward and backward, by the lives of its buffers."""
     traces, _ = trace(loss, (x,), {})
@@ -81,9 +72,7 @@ def simulated(loss: Any, x: Tensor) -> int:
 @pytest.mark.parametrize(
     ("way", "policy"),
     [
-        (in_a_row, save_nothing),
         (with_context, save_nothing),
-        (of_two_inputs, save_matmuls),
         (in_a_row, save_matmuls),
     ],
 )

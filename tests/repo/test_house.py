@@ -73,7 +73,7 @@ READS_INSIDE = {
     "graphs and code of compilers, before they run": """
         compile/test_alike compile/test_capture compile/test_constants compile/test_gpu
         compile/test_gpu_attention compile/test_gpu_scans compile/test_graphs compile/test_inductor
-        compile/test_once compile/test_plans compile/test_random compile/test_traversals tools/test_debug
+        compile/test_once compile/test_plans compile/test_traversals tools/test_debug
         scan/test_compile scan/test_in_compile scan/test_inductor""",
     "what goes to the host, and when": """
         policies/test_offload policies/test_second_calls scan/test_counts scan/test_offload""",
