@@ -17,12 +17,9 @@ from torch import Tensor, nn
 from remat import checkpoint_policy, remat, save_matmuls
 from remat.debug import recomputed
 from remat.policies import save_larger_than, save_nothing
-from remat.policies._selector import PolicySelector
 from remat.transforms import value_and_grad
-from remat.transforms.compat.aot import compiled_for_graphs
-from remat.transforms.compat.fx import Template
-from remat.transforms.compiled.barrier import _code
-from remat.transforms.entry import compiled as entry
+from tests.compile.inside import PolicySelector, Template, _code, compiled_for_graphs
+from tests.compile.inside import compiled as entry
 from tests.compiled import compiled
 from tests.helpers import CASES, POLICIES, gradients, leaves_of, rand, same, scalar
 

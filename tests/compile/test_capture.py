@@ -23,7 +23,7 @@ from remat import (
 )
 from remat.debug import assert_recomputed
 from remat.transforms import value_and_grad
-from remat.transforms.compat.autograd import in_transform
+from tests.compile.inside import in_transform
 from tests.compiled import Graphs, compiled
 from tests.helpers import TORCH, same
 from tests.tools.test_capture import RUNS, WRAPS, W, X, model

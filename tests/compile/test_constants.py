@@ -123,7 +123,7 @@ def two(region):
 
 @pytest.mark.parametrize("policy", [save_nothing], ids=repr)
 def test_recomputations_of_independent_chains_follow_each_other(policy):
-    from remat.transforms.compat.aot import compiled_for_graphs
+    from tests.compile.inside import compiled_for_graphs
 
     w, x = rand(4, 4), rand(2, 4)
     y = rand(2, 4, seed=1)

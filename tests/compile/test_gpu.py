@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.common.models import Around, named
 from remat import RematError, remat, save_matmuls, save_nothing
 from remat.gpu import Simulation, compile_for, trace
-from remat.transforms.compat.gpu import lowered
+from tests.compile.inside import lowered
 from tests.helpers import TORCH
 from tests.inside import trace_memory
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat.transforms.compat.gpu.attention import attention_of_gpus
+from tests.compile.inside import attention_of_gpus
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 # What torch 2.11.0 with cuDNN 9.19 took on an H100, in training, by what differs from the plain case.

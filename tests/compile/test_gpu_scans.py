@@ -12,9 +12,7 @@ from torch import Tensor
 
 from remat import RematError, remat, save_matmuls, save_nothing, scan_remat
 from remat.gpu import GpuGraph, GpuReport, Simulation, compile_for, trace
-from remat.transforms.compat.gpu import lowered
-from remat.transforms.compiled import lowering
-from remat.transforms.scan.compiled import unroll
+from tests.compile.inside import lowered, lowering, unroll
 from tests.inside import trace_memory
 from tests.rotary import rotate
 

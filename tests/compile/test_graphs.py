@@ -409,7 +409,7 @@ def test_only_what_a_recomputation_starts_from_is_fenced(case):
 
 
 def test_the_fence_is_the_identity_for_every_derivative():
-    from remat.transforms.compiled.barrier import fence
+    from tests.compile.inside import fence
 
     x, other = rand(3), rand(3, seed=1)
     fenced = lambda x: (fence(x.sin(), [other, x]) ** 3).sum()  # noqa: E731

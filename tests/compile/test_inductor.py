@@ -15,7 +15,7 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from remat import remat, save_matmuls, save_nothing
-from remat.transforms.compat import inductor as _taught  # noqa: F401
+from tests.compile.inside import inductor as _taught
 from tests.compiled import compiled
 from tests.helpers import rand, same
 from tests.inside import trace_memory

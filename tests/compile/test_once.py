@@ -21,7 +21,7 @@ from torch._inductor.utils import run_and_get_code
 
 from remat import remat, save_matmuls
 from remat.transforms import value_and_grad
-from remat.transforms.compat import nested
+from tests.compile.inside import nested
 from tests.compiled import compiled
 from tests.helpers import rand, same
 

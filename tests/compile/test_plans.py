@@ -13,10 +13,9 @@ from torch import nn
 from torch.func import grad, vmap
 
 from remat import checkpoint_policy, remat
-from remat._dynamo.region import describe
 from remat.nn import apply as remat_apply
-from remat.plan.policy import BudgetPolicy
 from remat.policies import save_cheaper_than
+from tests.compile.inside import BudgetPolicy, describe
 from tests.compiled import compiled
 from tests.helpers import rand
 

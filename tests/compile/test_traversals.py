@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from remat import remat, save_matmuls, save_nothing
 from remat.gpu import Simulation, trace
-from remat.transforms.compat.gpu import lowered
+from tests.compile.inside import lowered
 from tests.inside import trace_memory
 
 WIDE, ROWS = 64, 512

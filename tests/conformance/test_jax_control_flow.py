@@ -11,7 +11,6 @@ from torch.func import grad
 from remat import remat, save_everything, save_matmuls, scan_remat
 from remat.interop.jax import checkpoint_name, checkpoint_policies
 from remat.policies import offload_names, save_names
-from remat.transforms.region import forget_all
 from tests.conformance.counting import (
     BACKWARDS,
     check_grads,
@@ -22,7 +21,7 @@ from tests.conformance.counting import (
     smooth_sin,
 )
 from tests.conformance.test_jax_policies import Sine, Sum
-from tests.helpers import OpCounter, rand
+from tests.helpers import OpCounter, forget, rand
 
 X, W, ROW = rand(3), rand(5, 5) * 0.3, rand(5)
 POSITIVE = X.abs()
@@ -31,7 +30,7 @@ POSITIVE = X.abs()
 @pytest.fixture(autouse=True)
 def unlearned():
     """Functions of one code and other closures: the first call of each would be taken for the last one's."""
-    forget_all()
+    forget()
 
 
 def scan(body, init, xs=None, **options):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from remat.plan.calls import cache
+from tests.plan.inside import cache
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import math
 
 from hypothesis import strategies as st
 
-from remat.plan.solve.problem import INF, Problem, complete
+from tests.plan.inside import INF, Problem, complete
 
 
 @st.composite

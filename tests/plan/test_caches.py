@@ -10,13 +10,9 @@ import torch
 
 from remat import checkpoint_policy, remat, save_names
 from remat.plan import BudgetPolicy
-from remat.plan.calls import cache
-from remat.plan.calls.keys import call_key
-from remat.plan.graph import Graph
 from remat.policies import save_every, save_matmuls, where
-from remat.transforms import BoundedCache, registered
-from remat.transforms.joint import record
 from tests.helpers import crossed
+from tests.plan.inside import BoundedCache, Graph, cache, call_key, record, registered
 
 X = torch.randn(4, 8, requires_grad=True)
 FLAG = False

@@ -11,9 +11,7 @@ from benchmarks.planner.models import MODELS, built, gpt
 from benchmarks.suite.dry import Live
 from remat import RematError
 from remat.plan import Flops, plan_chain
-from remat.plan.chain.chain import Chain, Part
-from remat.plan.chain.search import best_parts
-from remat.plan.chain.stages import Choice, Stage
+from tests.plan.inside import Chain, Choice, Part, Stage, best_parts
 from tests.plan.models import MLP, Attention, Watch
 
 MODELS["GPT 16"] = lambda: gpt(16)

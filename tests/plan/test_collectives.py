@@ -10,10 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import checkpoint_name, checkpoint_policy, remat, save_names, save_nothing, saved_residuals
-from remat._core import DEVICES
-from remat.plan.graph import cost_model
-from remat.plan.layout.links import Linked
-from remat.transforms.joint import record
+from tests.plan.inside import DEVICES, Linked, cost_model, record
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 # (Torch has renamed one of the functions.)

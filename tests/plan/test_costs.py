@@ -6,14 +6,8 @@ import pytest
 import torch
 
 from remat import RematError
-from remat._core import DEVICES
 from remat.plan import BudgetPolicy, Flops, Roofline
-from remat.plan.graph.costs import cost_model
-from remat.plan.graph.flops import flops_of
-from remat.plan.graph.graph import Graph
-from remat.plan.graph.measured import Measured, _table
-from remat.plan.graph.traffic import traffic
-from remat.transforms.joint.graph import record
+from tests.plan.inside import DEVICES, Graph, Measured, _table, cost_model, flops_of, record, traffic
 from tests.plan.models import GPTBlock
 
 
@@ -127,7 +121,7 @@ def test_prices_decide_what_is_kept():
         return (x @ x).sin() + x.exp().cos()
 
     graph = Graph(record(fn, (torch.empty(32, 32, requires_grad=True),)))
-    from remat.plan.solve.portfolio import solve
+    from tests.plan.inside import solve
 
     for name, kept in (("mm", "aten.mm.default"), ("exp", "aten.exp.default")):
         solution = solve(graph.problem(Only(name)), 2 * 4096).solution

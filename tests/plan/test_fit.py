@@ -7,11 +7,10 @@ import torch
 
 import remat
 from remat import checkpoint_policy, nn
-from remat._blocks import listed
-from remat._fit import held_by
 from remat.plan import READY, Portfolio, cost_model, plans_by_budget, step_of
 from remat.transforms import RematError
 from tests.inside import trace_memory
+from tests.plan.inside import held_by, listed
 from tests.plan.models import LlamaBlock
 
 

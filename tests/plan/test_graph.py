@@ -5,11 +5,7 @@ import torch
 
 from remat import RematError, register_op
 from remat.plan import BudgetPolicy, Flops, Plan
-from remat.plan.graph.graph import Graph
-from remat.plan.plans.followed import Bound
-from remat.plan.solve.portfolio import least, solve
-from remat.transforms.compat.modes import fake_mode
-from remat.transforms.joint.graph import record
+from tests.plan.inside import Bound, Graph, fake_mode, least, record, solve
 from tests.plan.models import GPTBlock, LlamaBlock
 
 

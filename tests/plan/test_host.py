@@ -11,14 +11,9 @@ from hypothesis import given, settings
 
 from remat import checkpoint_policy, nn, plan_model, remat
 from remat.plan import Plan, Roofline
-from remat.plan.graph import Graph
-from remat.plan.joined import over_link
-from remat.plan.solve.host import front, place
-from remat.plan.solve.problem import INF, Problem, complete, keep_all
 from remat.transforms import RematError
-from remat.transforms.joint import record
-from remat.transforms.tape.observers import listen
 from tests.inside import is_fake
+from tests.plan.inside import INF, Graph, Problem, complete, front, keep_all, listen, over_link, place, record
 from tests.plan.models import GPTBlock
 from tests.plan.problems import frontier, layered, problems
 from tests.plan.test_eager import gradients

@@ -16,17 +16,11 @@ from benchmarks.mesh import Decoder, Sizes, planned, tensor_parallel
 from remat import RematError, plan_model
 from remat import nn as remat_nn
 from remat.plan import BudgetPolicy, Layout, MeshPlan
-from remat.plan.graph import cost_model
-from remat.plan.layout.knapsack import Repeated, added, single
-from remat.plan.layout.links import Linked
-from remat.plan.layout.local import local_program
-from remat.plan.layout.rank import agree
-from remat.plan.layout.stages import Pipe
-from remat.plan.layout.trace import traced
 from tests.helpers import TORCH
 from tests.inside import trace_memory
 from tests.interop.ranks import spawned
 from tests.plan import mesh_worker
+from tests.plan.inside import Linked, Pipe, Repeated, added, agree, cost_model, local_program, single, traced
 
 TINY = Sizes(layers=3, width=32, heads=4, groups=2, hidden=64, vocab=64)
 TOKENS = (2, 16)

@@ -7,13 +7,9 @@ import torch
 
 from benchmarks.planner.compiled import compiled_problem
 from remat.plan import Plan, pareto
-from remat.plan.compared import torch_plan
-from remat.plan.graph.costs import Flops
-from remat.plan.solve.portfolio import solve
-from remat.plan.solve.problem import complete
-from remat.transforms.joint.graph import record
 from tests.helpers import crossed
 from tests.inside import main
+from tests.plan.inside import Flops, complete, record, solve, torch_plan
 from tests.plan.models import GPTBlock, LlamaBlock
 
 
@@ -68,7 +64,7 @@ def test_torch_takes_a_cudnn_kernel_for_free_and_we_do_not():
         out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
         return out.sin().view(64, 64) @ x
 
-    from remat.transforms.compat.modes import fake_mode
+    from tests.plan.inside import fake_mode
 
     with fake_mode([]):
         x = torch.empty(64, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -9,17 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat import RematError
-from remat.plan.solve import choices, knapsack, milp
-from remat.plan.solve import reduce as reductions
-from remat.plan.solve.choices import States
-from remat.plan.solve.hull import hull
-from remat.plan.solve.knapsack import pack
-from remat.plan.solve.parts import solve_parts
-from remat.plan.solve.portfolio import least, solve
-from remat.plan.solve.problem import INF, Problem, complete, keep_all
-from remat.plan.solve.reduce import contract as contracted
-from remat.plan.solve.reduce import reduce
-from remat.plan.solve.split import split
+from tests.plan.inside import (
+    INF,
+    Problem,
+    States,
+    choices,
+    complete,
+    hull,
+    keep_all,
+    knapsack,
+    least,
+    milp,
+    pack,
+    reduce,
+    reductions,
+    solve,
+    solve_parts,
+    split,
+)
+from tests.plan.inside import contract as contracted
 from tests.plan.problems import best, check, frontier, layered, problems
 
 pytestmark = pytest.mark.filterwarnings("error")

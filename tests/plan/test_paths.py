@@ -11,12 +11,9 @@ from torch import nn
 
 from remat import checkpoint_policy, remat
 from remat.plan import BudgetPolicy, pareto, plan_model
-from remat.plan.graph import Graph
-from remat.plan.plans.followed import _passed_over
 from remat.policies import FromCallable
 from remat.transforms import RematError
-from remat.transforms.joint import learned, record
-from remat.transforms.tape.observers import listen
+from tests.plan.inside import Graph, _passed_over, learned, listen, record
 from tests.plan.models import GPTBlock
 
 X = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)

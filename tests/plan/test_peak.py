@@ -7,16 +7,21 @@ import torch
 
 from remat import RematError, checkpoint_policy, remat
 from remat.plan import BudgetPolicy, Flops, Plan, plan_model
-from remat.plan.calls import graph_of
-from remat.plan.chain import Measure
-from remat.plan.compared import candidates
-from remat.plan.graph import workspace
-from remat.plan.peak import highest_within, profile, step_peak
-from remat.plan.policy import plan_graph
-from remat.plan.solve.problem import complete
 from remat.policies import Policy
-from remat.transforms.joint import planned_for, record
 from tests.inside import trace_memory
+from tests.plan.inside import (
+    Measure,
+    candidates,
+    complete,
+    graph_of,
+    highest_within,
+    plan_graph,
+    planned_for,
+    profile,
+    record,
+    step_peak,
+    workspace,
+)
 from tests.plan.models import GPTBlock, Watch
 
 

@@ -6,12 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.planner.compiled import compiled_problem
 from remat import checkpoint_policy, remat
-from remat.plan import READY, BudgetPolicy, Flops, Plan, policy
-from remat.plan.calls import graph_of
-from remat.plan.compared import candidates, torch_plan
-from remat.plan.solve.problem import complete
-from remat.transforms.joint.graph import record
+from remat.plan import READY, BudgetPolicy, Flops, Plan
 from tests.helpers import sparse
+from tests.plan.inside import candidates, complete, graph_of, policy, record, torch_plan
 from tests.plan.models import GPTBlock
 
 

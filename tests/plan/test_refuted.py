@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from remat import RematError, pareto
-from remat.plan.compared import refute
-from remat.plan.compared.refute import beaten_by
+from tests.plan.inside import beaten_by, refute
 from tests.plan.models import GPTBlock
 
 

@@ -7,11 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat import RematError
-from remat.plan.solve import milp
-from remat.plan.solve.hull import bound, hull
-from remat.plan.solve.portfolio import least, solve
-from remat.plan.solve.problem import INF, Problem, complete, keep_all
-from remat.plan.solve.reduce import reduce
+from tests.plan.inside import INF, Problem, bound, complete, hull, keep_all, least, milp, reduce, solve
 from tests.plan.problems import check, frontier, layered, problems
 
 pytestmark = pytest.mark.filterwarnings("error")

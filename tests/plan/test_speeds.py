@@ -8,13 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import RematError, checkpoint_policy, remat
-from remat._core import DEVICES
 from remat.plan import Roofline
-from remat.plan.graph import speeds, speeds_of
-from remat.plan.graph.measured import Measured, _table
-from remat.plan.graph.speeds import rate_at
-from remat.plan.graph.stopwatch import best_seconds
-from remat.transforms.joint.graph import record
+from tests.plan.inside import DEVICES, Measured, _table, best_seconds, rate_at, record, speeds, speeds_of
 
 F = torch.nn.functional
 # Seconds that the pretended probe takes for so much work: matmuls are slow, exponentials slower than copies.
@@ -258,7 +253,7 @@ def test_ops_on_no_device_cannot_be_timed():
 
 def test_kernels_of_a_card_are_not_asked_for_the_prices_of_the_cpu():
     """A plan can be made while a step is traced for a GPU: what is timed has numbers, and runs here."""
-    from remat.transforms.compat.gpu.trace import attention_of_gpus
+    from tests.plan.inside import attention_of_gpus
 
     q, k, v = torch.randn(3, 1, 2, 16, 8, dtype=torch.bfloat16).unbind(0)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)

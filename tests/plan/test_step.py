@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from remat import checkpoint_policy, nn, plan_model
 from remat.plan import pareto, plans_by_budget, step_of
-from remat.transforms.joint import planned_for, record
 from tests.inside import main
+from tests.plan.inside import planned_for, record
 
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 

@@ -7,9 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat import register_op
-from remat._core.flops import known_flops
-from remat._core.opinfo import OpInfo, TensorMeta, describe
 from tests.helpers import TORCH, rand
+from tests.policies.inside import OpInfo, TensorMeta, describe, known_flops
 
 aten = torch.ops.aten
 

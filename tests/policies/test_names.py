@@ -7,16 +7,9 @@ import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from remat import RematError, checkpoint_name, checkpoint_policy, debug, remat, saved_residuals
-from remat.policies import (
-    _selector,
-    offload_names,
-    save_all_but_names,
-    save_everything,
-    save_matmuls,
-    save_names,
-)
-from remat.policies._selector import UnmatchedName
+from remat.policies import offload_names, save_all_but_names, save_everything, save_matmuls, save_names
 from tests.helpers import OpCounter, crossed, leaves_of, rand, same
+from tests.policies.inside import UnmatchedName, _selector
 
 
 @pytest.fixture(autouse=True)

@@ -26,10 +26,9 @@ from remat import (
     saved_residuals,
 )
 from remat.policies import offload
-from remat.transforms.compat import functions_as_they_are
-from remat.transforms.offload import prefetch, transfer
 from tests.helpers import rand, same
 from tests.lanes import Late
+from tests.policies.inside import functions_as_they_are, prefetch, transfer
 
 WIDTH = 4
 

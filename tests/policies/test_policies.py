@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat as library
 from remat import RematError, checkpoint_name, checkpoint_policy, remat, saved_residuals, scan_remat
-from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta
 from remat.nn import apply_to
 from remat.plan import register_cost
 from remat.policies import (
@@ -35,8 +34,9 @@ from remat.policies import (
     save_unbatched_matmuls,
     where,
 )
-from remat.policies import _catalogue as catalogue
 from tests.helpers import crossed, forget
+from tests.policies.inside import Call, Decision, OpInfo, TensorMeta
+from tests.policies.inside import _catalogue as catalogue
 
 aten = torch.ops.aten
 SAVE, OFFLOAD, RECOMPUTE = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE

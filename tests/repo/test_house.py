@@ -57,35 +57,22 @@ def test_a_class_name_means_one_thing():
 
 
 # Which files of tests take names from modules that are not public, and why. Nothing is added here: what
-# several read is in `tests/inside.py`, and what a program of the bank can show is shown there.
+# several read is in `tests/inside.py`, what one room reads in its `inside.py`, each name with its reason.
 READS_INSIDE = {
     "what all tests share: first calls are forgotten, prices are pretended, lanes are watched": """
-        conftest helpers inside lanes regions/conftest plan/conftest plan/models plan/problems
-        scan/scans fuzz/scans""",
-    "solvers against brute force, on problems of their own": """
-        plan/test_chain plan/test_host plan/test_parts plan/test_portfolio plan/test_refuted plan/test_solvers
-        scan/test_schedules""",
-    "prices and plans, by the graphs that they are made of": """
-        plan/test_collectives plan/test_costs plan/test_fit plan/test_graph plan/test_layout plan/test_pareto
-        plan/test_paths plan/test_peak plan/test_speeds plan/test_step policies/test_flops""",
-    "what is planned once: traces are counted": """
-        plan/test_caches plan/test_trusted""",
+        conftest helpers inside lanes regions/conftest scan/scans fuzz/scans""",
+    "the door of a room": """
+        compile/inside plan/inside policies/inside tools/inside""",
     "graphs and code of compilers, before they run": """
-        compile/test_alike compile/test_capture compile/test_constants compile/test_gpu
-        compile/test_gpu_attention compile/test_gpu_scans compile/test_graphs compile/test_inductor
-        compile/test_once compile/test_plans compile/test_traversals tools/test_debug
         scan/test_compile scan/test_in_compile scan/test_inductor""",
-    "what goes to the host, and when": """
-        policies/test_offload policies/test_second_calls scan/test_counts scan/test_offload""",
     "one part of the machinery by itself": """
-        composition/test_grad policies/test_names policies/test_policies policies/test_attention_in_parts
+        composition/test_grad
         regions/test_ambient regions/test_constants regions/test_guard regions/test_inner_backward_time
         regions/test_only_shapes regions/test_pytrees regions/test_split_backward regions/test_threads
-        scan/test_changes scan/test_jacobians scan/test_semantics conformance/test_jax_compiled
-        conformance/test_jax_control_flow interop/later_worker interop/many_worker""",
-    "parts of the command line and of reports": """
-        tools/test_cli tools/test_cli_errors tools/test_cockpit tools/test_explain tools/test_gpu_cli
-        tools/test_units""",
+        scan/test_changes scan/test_counts scan/test_jacobians scan/test_offload scan/test_schedules
+        scan/test_semantics""",
+    "ranks that do not answer: how long is waited for them is set to seconds": """
+        interop/later_worker interop/many_worker""",
 }
 
 

@@ -13,19 +13,33 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import remat.cli.rows as cli_rows
 from remat import explain
-from remat.cli.bench import Result
-from remat.cli.commands.env import Env, machine
-from remat.cli.commands.report import progress
-from remat.cli.errors import UsageError
-from remat.cli.main import COMMANDS, main
-from remat.cli.measure import Work, trace_memory
-from remat.cli.models import FAMILIES, VOCAB, Model, Sizes, batches, build
-from remat.cli.rows import parse, rows
-from remat.cli.steps import difference, make_step, tensors, unmarked
 from remat.policies import save_attention, save_every, save_matmuls, save_names
 from tests.helpers import TORCH, crossed
+from tests.tools.inside import (
+    COMMANDS,
+    FAMILIES,
+    VOCAB,
+    Env,
+    Model,
+    Result,
+    Sizes,
+    UsageError,
+    Work,
+    batches,
+    build,
+    cli_rows,
+    difference,
+    machine,
+    main,
+    make_step,
+    parse,
+    progress,
+    rows,
+    tensors,
+    trace_memory,
+    unmarked,
+)
 
 TINY = "--depth 2 --width 16 --heads 2 --seq 16 --batch 2 --steps 2".split()
 SIZES = Sizes(depth=2, width=16, heads=2, seq=16)

@@ -12,10 +12,7 @@ import torch
 
 import remat
 from remat import Decision, checkpoint_name, checkpoint_policy, save_names
-from remat.cli import checked
-from remat.cli.errors import UsageError
-from remat.cli.main import COMMANDS, command_of, main
-from remat.cli.rows import parse
+from tests.tools.inside import COMMANDS, UsageError, checked, command_of, main, parse
 
 ME = __name__
 TINY = "--depth 1 --width 16 --heads 2 --seq 16 --batch 2 --steps 1".split()

@@ -23,13 +23,10 @@ from remat import (
     save_names,
     save_nothing,
 )
-from remat._core import format_bytes
-from remat._inspect.report.each import BUILT_IN
-from remat._inspect.report.records import verdict
-from remat._inspect.report.timeline import CATEGORIES
 from remat.nn import apply
 from tests.helpers import rand
 from tests.inside import main
+from tests.tools.inside import BUILT_IN, CATEGORIES, format_bytes, verdict
 
 X, W1, W2 = rand(4, 8), rand(8, 16), rand(16, 8)
 FLOAT = 8

@@ -9,8 +9,8 @@ from torch.func import grad, vmap
 
 from remat import RematError, explain, remat, save_everything, save_matmuls
 from remat.debug import assert_recomputed, recomputed
-from remat.transforms.compiled import lowering
 from tests.helpers import rand
+from tests.tools.inside import lowering
 
 
 @pytest.fixture(autouse=True)

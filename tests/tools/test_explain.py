@@ -28,9 +28,9 @@ from remat import (
     saved_residuals,
     scan_remat,
 )
-from remat._inspect.report.watch import KINDS, kind
 from tests.helpers import OpCounter, rand
 from tests.inside import main
+from tests.tools.inside import KINDS, kind
 
 aten = torch.ops.aten
 X, W1, W2 = rand(4, 8), rand(8, 16), rand(16, 8)

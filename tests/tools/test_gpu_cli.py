@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import remat, scan_remat
-from remat.cli import main
 from remat.gpu import GpuGraph, GpuReport, Kernel
+from tests.tools.inside import main
 
 ME = "tests.tools.test_gpu_cli"
 

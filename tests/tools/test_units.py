@@ -6,9 +6,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from remat import RematError, scan_remat
-from remat._core.units import format_bytes, parse_bytes
-from remat.plan.budget import check_budget, check_peak
 from remat.policies import save_larger_than
+from tests.tools.inside import check_budget, check_peak, format_bytes, parse_bytes
 
 
 @given(st.integers(0, 2**52))
