@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,12 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import remat
 from remat.plan.calls import cache as plan_cache
 from remat.plan.calls import trusted
 from remat.transforms.offload import prefetch
 from remat.transforms.region import cache, forget_all
-from tests.composition.table import ASKED, CASES, POLICIES
+from tests.composition.table import CASES as CASES
+from tests.composition.table import POLICIES as POLICIES
 from tests.composition.table import rand as rand
 
 # For what torch itself does otherwise in some versions.
@@ -101,81 +100,6 @@ def crossed(*axes: Iterable[Any], every: int = 3) -> list[ParameterSet]:
     ]
 
 
-def matrix(
-    *compositions: str,
-    policies: tuple[str, ...] = tuple(POLICIES),
-    without: tuple[str, ...] = (),
-    stride: int = 0,
-    turn: int = 0,
-) -> Callable[..., Any]:
-    """Run a test for every function that torch can put through `compositions`, times `policies`.
-
-    The quick suite has one in `stride`, by default as many as there are policies: each function under
-    some policy, each policy for some function. `turn` says where it begins.
-    """
-    names = [n for n, c in CASES.items() if not c.lacks.intersection(compositions) and n not in without]
-    stride = stride or len(policies)
-    pairs = [
-        pytest.param(n, p, id=f"{n}-{p}", marks=[pytest.mark.slow] if (i + k + turn) % stride else [])
-        for i, n in enumerate(names)
-        for k, p in enumerate(policies)
-    ]
-    return pytest.mark.parametrize(("name", "policy"), pairs)
-
-
-Run = Callable[[Callable[..., Any], tuple[Tensor, ...]], tuple[Any, Any]]
-# What runs give without remat, which is the same for every policy.
-_expected: dict[Any, tuple[Any, Any]] = {}
-
-
-def check(name: str, policy: str, run: Run, order: int = 1, policed: bool = True) -> None:
-    """`run(fn, args) -> (values, derivatives)` with remat equals the same without: values bitwise.
-
-    Both as a first call, which is traced, and as a second, which knows what the first taught.
-
-    Args:
-        order: that of the derivatives. At second order without remat, what the two passes give to one cast of
-            a weight adds up in bfloat16; with remat each pass has its own cast and float32 adds up. So there
-            bfloat16's precision is the bound.
-        policed: whether policies are asked anything. Where they must be and are not, the region was run as
-            if there were no remat, and equal to itself.
-    """
-    build = CASES[name].build
-    with warnings.catch_warnings(), nan_where_nobody_wrote():
-        # Of torch, and of a name that most functions of the table do not give.
-        for text in (
-            "There is a performance drop because",
-            "Attempted to insert a get_attr Node",
-            ".*hidden",
-        ):
-            warnings.filterwarnings("ignore", message=text)
-        values, derivatives = _without_remat(name, run)
-        fn, args = build(lambda fn: remat(fn, policy=POLICIES[policy]))
-        before, got = ASKED[0], []
-        for _ in ("first", "second"):
-            torch.manual_seed(0)
-            got.append(run(fn, args))
-    assert policy != "rule" or (ASKED[0] > before) is policed
-    for got_values, got_derivatives in got:
-        same(got_values, values, 0.0)
-        if order > 1 and "autocast" in name:
-            largest = max(float(t.detach().abs().max()) for t in pytree.tree_leaves(derivatives))
-            pair = pytree.tree_map(lambda t: t / largest, (got_derivatives, derivatives))  # noqa: B023
-            same(pair[0], pair[1], 2e-2)
-        else:
-            same(got_derivatives, derivatives, 1e-10)
-
-
-def _without_remat(name: str, run: Run) -> tuple[Any, Any]:
-    assert run.__closure__ is None, "a run that reads its test's parameters gives another result for each"
-    key = run.__code__, name
-    if key not in _expected:
-        torch.manual_seed(0)
-        found = run(*CASES[name].build(lambda fn: fn))
-        _expected[key] = pytree.tree_map_only(Tensor, torch.Tensor.detach, found)
-    return _expected[key]
-
-
 def same(got: Any, expected: Any, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(
         got, expected, rtol=tolerance, atol=tolerance, equal_nan=True, check_stride=False
@@ -198,10 +122,6 @@ def gradients(outputs: Any, leaves: list[Tensor], **options: Any) -> tuple[Tenso
     return torch.autograd.grad(scalar(outputs), [x for x in leaves if x.requires_grad], **options)
 
 
-def loss_of(fn: Callable[..., Any]) -> Callable[..., Tensor]:
-    return lambda *args: scalar(fn(*args))
-
-
 def leaves_of(args: tuple[Tensor, ...]) -> list[Tensor]:
     """Fresh leaves that require grad where that is possible."""
     return [a.detach().clone().requires_grad_(a.is_floating_point() or a.is_complex()) for a in args]
@@ -220,25 +140,6 @@ def vjp(fn: Callable[..., Any], *args: Tensor) -> tuple[Any, Callable[..., Any]]
 def jvp(fn: Callable[..., Any], primals: Any, directions: Any) -> tuple[Any, Any]:
     """torch.func.jvp, likewise."""
     return torch.func.jvp(fn, primals, directions)  # type: ignore[return-value]
-
-
-def tangents(args: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.ones_like(a) * (i + 1) / 4 for i, a in enumerate(args))
-
-
-def of_inexact(
-    fn: Callable[..., Any], args: tuple[Tensor, ...]
-) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
-    """`fn` as a function of its inexact arguments alone, for transforms that have no argnums."""
-    positions = inexact(args)
-
-    def partial(*new: Tensor) -> Any:
-        full = list(args)
-        for i, value in zip(positions, new, strict=True):
-            full[i] = value
-        return fn(*full)
-
-    return partial, tuple(args[i] for i in positions)
 
 
 def batched(args: tuple[Tensor, ...], size: int = 2) -> tuple[Tensor, ...]:

@@ -530,6 +530,11 @@ def plain_over_jvp(run: Pass, step: dict[str, Any]) -> Seen:
     return plain_over(run, step, lambda loss, x: list(jvp(loss, (x,), (x.detach().cos(),))))
 
 
+def plain_over_vmap(run: Pass, step: dict[str, Any]) -> Seen:
+    mapped = lambda loss, x: [vmap(loss, randomness=run.randomness)(torch.stack([x, x.flip(0)]))]  # noqa: E731
+    return plain_over(run, step, mapped)
+
+
 def linearized(loss: Callable[..., Tensor], run: Pass, x: Tensor, y: Tensor) -> Any:
     # Without gradients of the parameters: torch makes a Parameter of a tangent that is constant.
     own = parameters(run)
@@ -656,6 +661,11 @@ WAYS: dict[str, Callable[..., Seen]] = {
             torch.stack([x, x.flip(0)]), y
         )
     ),
+    "vmap_vmap_grad": transformed(
+        lambda loss, run, x, y: vmap(
+            vmap(grad(loss), (0, None), randomness=run.randomness), (None, 0), 0, run.randomness, chunk_size=1
+        )(torch.stack([x, x.flip(0)]), torch.stack([y, y.cos()]))
+    ),
     "jvp": transformed(lambda loss, run, x, y: jvp(loss, (x, y), (y, x))),
     "vjp": transformed(lambda loss, run, x, y: vjp(loss, x, y)[1](x.sum())),  # type: ignore
     "hessian": transformed(lambda loss, run, x, y: hessian(loss, run, x, y)(ONES)),
@@ -678,6 +688,7 @@ WAYS: dict[str, Callable[..., Seen]] = {
     "linearize": transformed(linearized),
     "plain_over_grad": plain_over_grad,
     "plain_over_jvp": plain_over_jvp,
+    "plain_over_vmap": plain_over_vmap,
     "jvp_grad": transformed(lambda loss, run, x, y: jvp(lambda x: grad(loss)(x, y), (x,), (y,))),
     "vmap": transformed(
         lambda loss, run, x, y: vmap(loss, (0, None), randomness=run.randomness)(

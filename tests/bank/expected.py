@@ -15,7 +15,8 @@ CHEAP = set(
 )
 LEVELS = (
     "grad grad_params vmap_grad jvp vjp hessian jacrev jacfwd grad_grad third mixed vmap_hessian linearize "
-    "plain_over_grad plain_over_jvp jvp_grad vmap value_and_grad vjp_twice grad_vmap buffers forward_ad"
+    "plain_over_grad plain_over_jvp plain_over_vmap jvp_grad vmap vmap_vmap_grad value_and_grad "
+    "vjp_twice grad_vmap buffers forward_ad"
 )
 
 
@@ -59,7 +60,8 @@ OTHERWISE = (
     ),
     Expected(
         "counted",
-        "cache_by_rows cache_of_the_first cached_table",
+        "cache_by_rows cache_of_the_first cached_table cache_of_a_draw cache_of_a_draw_before_more_draws "
+        "cache_of_a_sobol_sequence",
         "same failed",
         "unlike",
         "the first call fills a cache, without remat, too",
@@ -101,6 +103,35 @@ OTHERWISE = (
     ),
     Expected("third", "forces energy_and_forces", "refused invalid", "requires_grad_", "torch's own refusal"),
     Expected(
+        "grad_grad jacrev third mixed plain_over_grad",
+        "rows_chosen_by_a_generator",
+        "same failed",
+        "probability tensor|",
+        "a kept draw's operand is not made again between two levels, and torch looks at its numbers",
+    ),
+    Expected(
+        "third",
+        "cache_of_a_draw_before_more_draws",
+        "refused invalid",
+        "returned other numbers|",
+        "what a table is made of is drawn again, where three levels run the function again",
+    ),
+    Expected(
+        "mixed",
+        "global_bound_anew",
+        "same refused",
+        "did not read in the forward|",
+        "what a module names is bound anew between the levels' runs",
+    ),
+    Expected(
+        "forward_ad in_checkpoint",
+        "late_bound_layers_that_numpy_sees cache_of_a_sobol_sequence sobol_sequence "
+        "data_replaced_in_a_region_inside",
+        "refused failed same",
+        "CheckpointError|does not repeat|unlike|",
+        "they run again as a whole: plain forward mode and torch's checkpoint save otherwise then",
+    ),
+    Expected(
         "forward_ad",
         "checkpoint_of_torch_inside map_in_place data_replaced",
         "refused failed same",
@@ -122,7 +153,8 @@ OTHERWISE = (
 # What torch cannot run without remat, either, in any way of these.
 _FUNC = "grad grad_params vmap_grad jvp vjp hessian jacrev jacfwd grad_grad "
 _FUNC += (
-    "third mixed vmap_hessian plain_over_grad plain_over_jvp jvp_grad vmap value_and_grad vjp_twice grad_vmap"
+    "third mixed vmap_hessian plain_over_grad plain_over_jvp plain_over_vmap jvp_grad vmap vmap_vmap_grad "
+    "value_and_grad vjp_twice grad_vmap"
 )
 _NO_FUNC = (
     "delayed_scaling queue_of_features convolution_and_batch_norm "
@@ -131,7 +163,8 @@ _NO_FUNC = (
     "attribute_on_a_context partly_saving_function number_from_numpy raw_fill "
     "written_through_numpy map_in_place backward_of_a_layer_inside gradient_through_batch_norm "
     "dirty_function transposed_data layer_that_accumulates_in_its_backward reversible_pair "
-    "data_replaced"
+    "data_replaced ring_of_rows numpy_in_a_region_inside data_replaced_in_a_region_inside "
+    "sobol_sequence cache_of_a_sobol_sequence late_bound_layers_that_numpy_sees"
 )
 # And by way.
 TORCH = {
@@ -200,7 +233,8 @@ TORCH = {
         "numpy_custom_op hooks_inside save_on_cpu_inside argument_written"
     ),
     "hessian": (
-        "encoder_layer moving_average_replaced checkpoint_of_torch_around_a_region "
+        "cache_of_a_draw cache_of_a_draw_before_more_draws encoder_layer moving_average_replaced "
+        "checkpoint_of_torch_around_a_region "
         "attention_in_torchs_checkpoint attention counter counter_assigned "
         "mean_read_then_halved queue_slice_transposed cache_by_rows cache_of_the_first "
         "last_mean_stored_after_use hook_that_notes retained_gradient sparse_product "
@@ -209,7 +243,8 @@ TORCH = {
         "sparse_values_shared"
     ),
     "jacrev": (
-        "encoder_layer moving_average_replaced checkpoint_of_torch_around_a_region "
+        "cache_of_a_draw cache_of_a_draw_before_more_draws encoder_layer moving_average_replaced "
+        "checkpoint_of_torch_around_a_region "
         "attention_in_torchs_checkpoint attention counter counter_assigned "
         "mean_read_then_halved queue_slice_transposed cache_by_rows cache_of_the_first "
         "last_mean_stored_after_use retained_gradient sparse_product custom_op_with_autograd "
@@ -223,7 +258,8 @@ TORCH = {
         "sparse_values_shared"
     ),
     "grad_grad": (
-        "checkpoints_of_torch_around_two_layers encoder_layer "
+        "cache_of_a_draw cache_of_a_draw_before_more_draws checkpoints_of_torch_around_two_layers "
+        "encoder_layer "
         "moving_average_replaced checkpoint_of_torch_around_a_region "
         "attention_in_torchs_checkpoint attention counter counter_assigned "
         "mean_read_then_halved queue_slice_transposed cache_by_rows cache_of_the_first "
@@ -232,7 +268,7 @@ TORCH = {
         "hooks_inside save_on_cpu_inside argument_written"
     ),
     "third": (
-        "encoder_layer moving_average_replaced checkpoint_of_torch_around_a_region "
+        "cache_of_a_draw encoder_layer moving_average_replaced checkpoint_of_torch_around_a_region "
         "attention_in_torchs_checkpoint attention normalized counter counter_assigned "
         "mean_read_then_halved queue_slice_transposed cache_by_rows cache_of_the_first "
         "last_mean_stored_after_use hook_that_notes retained_gradient sparse_product "
@@ -241,14 +277,16 @@ TORCH = {
         "sparse_values_shared"
     ),
     "mixed": (
-        "encoder_layer moving_average_replaced checkpoint_of_torch_around_a_region "
+        "cache_of_a_draw cache_of_a_draw_before_more_draws encoder_layer moving_average_replaced "
+        "checkpoint_of_torch_around_a_region "
         "attention_in_torchs_checkpoint counter counter_assigned mean_read_then_halved "
         "queue_slice_transposed cache_by_rows cache_of_the_first last_mean_stored_after_use "
         "retained_gradient custom_op_with_autograd checkpoint_of_torch_inside numpy_copy "
         "numpy_custom_op hooks_inside save_on_cpu_inside argument_written"
     ),
     "vmap_hessian": (
-        "encoder_layer routed_by_a_mask lstm moving_average_replaced early_exit "
+        "cache_of_a_draw cache_of_a_draw_before_more_draws encoder_layer routed_by_a_mask lstm "
+        "moving_average_replaced early_exit "
         "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint logged_probe "
         "attention counter counter_assigned mean_read_then_halved queue_slice_transposed "
         "bernoulli cache_by_rows cache_of_the_first last_result_stored "
@@ -259,7 +297,9 @@ TORCH = {
         "sparse_values_shared"
     ),
     "linearize": (
-        "encoder_layer delayed_scaling queue_of_features moving_average_replaced "
+        "five_results_of_one_memory cache_of_a_draw_before_more_draws generator_seeded_again "
+        "generators_in_regions_inside encoder_layer delayed_scaling queue_of_features "
+        "moving_average_replaced "
         "energy_and_forces stochastic_depth reparameterized early_exit "
         "convolution_and_batch_norm dropout_of_an_image channels_dropped noise_like_an_image "
         "gelu_and_dropout results_of_one_memory_written batch_norm_in_a_region_inside "
@@ -295,7 +335,8 @@ TORCH = {
         "argument_written"
     ),
     "jvp_grad": (
-        "checkpoints_of_torch_around_two_layers encoder_layer "
+        "cache_of_a_draw cache_of_a_draw_before_more_draws checkpoints_of_torch_around_two_layers "
+        "encoder_layer "
         "moving_average_replaced checkpoint_of_torch_around_a_region "
         "attention_in_torchs_checkpoint attention counter counter_assigned "
         "mean_read_then_halved queue_slice_transposed cache_by_rows cache_of_the_first "
@@ -334,6 +375,8 @@ TORCH = {
         "hooks_inside save_on_cpu_inside instance_norm memory_given_by_set data_scaled"
     ),
     "buffers": (
+        "cache_of_a_sobol_sequence late_bound_layers_that_numpy_sees sobol_sequence numpy_in_a_region_inside "
+        "data_replaced_in_a_region_inside "
         "checkpoints_of_torch_around_two_layers energy_and_forces "
         "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint "
         "forces_of_a_region accumulating_backward_inside forces old_function "

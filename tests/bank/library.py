@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -128,6 +129,26 @@ class State:
 
     hidden: Tensor
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Another, which cannot be changed."""
+
+    hidden: Tensor
+    pair: tuple[Tensor, Tensor]
+
+
+class Box:
+    """A container that torch's pytrees know."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(Box, lambda b: ([b.value], None), lambda v, _: Box(*v))
+# What a program reads as a name of a module, and binds anew.
+current: Any = None
 
 
 class Irreps(tuple[int, ...]):

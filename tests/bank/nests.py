@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -92,6 +93,25 @@ def results_of_one_memory_written(m, x, y):
     whole, part = R(lambda x: (h := x.sin() * 2, h[:, :2]))(x)
     part.mul_(3)
     return whole * y
+
+
+@program("", "nests memory")
+def numpy_in_a_region_inside(m, x, y):
+    def half(x):
+        h = x.sin() @ m.w
+        return (h * torch.from_numpy(np.cos(h.detach().numpy()))).exp()
+
+    return R(half, "matmuls")(x.cos() * 2) * y
+
+
+@program("", "nests memory")
+def data_replaced_in_a_region_inside(m, x, y):
+    def inner(x):
+        made = x * 2
+        made.data = made.data.sin()
+        return made * x
+
+    return R(inner)(x).cos() * y
 
 
 @program("", "nests draws")

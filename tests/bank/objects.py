@@ -154,6 +154,34 @@ def generator_made_inside(m, x, y):
     return torch.tanh(x @ m.w) * torch.rand(4, generator=generator, dtype=x.dtype)
 
 
+@program("", "objects draws decisions")
+def rows_chosen_by_a_generator(m, x, y):
+    generator = torch.Generator()
+    generator.manual_seed(len(x))
+    torch.rand(3, generator=generator)
+    rows = torch.multinomial(torch.ones(len(x)), 1, generator=generator)
+    return (x[rows] * x[rows].exp()).sum(0) + x.cos()
+
+
+@program("", "objects draws")
+def generator_seeded_again(m, x, y):
+    generator = torch.Generator().manual_seed(4)
+    first = torch.rand(4, generator=generator, dtype=x.dtype)
+    generator.manual_seed(4)
+    mask = torch.empty(x.shape, dtype=x.dtype).bernoulli_(0.5, generator=generator)
+    return (x * first).exp() * torch.randperm(4, generator=generator) + y * mask
+
+
+@program("", "objects draws nests")
+def generators_in_regions_inside(m, x, y):
+    def noisy(x, seed):
+        noise = torch.randn(4, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
+        return x.sin() * noise
+
+    block = R(noisy)
+    return block(x, 1) * block(y * x, 2)
+
+
 @program("OBJECTS", "objects stores")
 def fresh_object_in_every_call(m, x, y):
     m.factor = m.factor + 0.0

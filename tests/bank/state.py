@@ -157,6 +157,42 @@ def cache_of_the_first(m, x, y):
     return x * m.cache.setdefault("first", y.detach().mean(0).sin())
 
 
+@program("", "draws memory")
+def sobol_sequence(m, x, y):
+    return (x + torch.quasirandom.SobolEngine(4).draw(len(x), dtype=x.dtype)).sin() * y
+
+
+@program("", "buffers numbers")
+def ring_of_rows(m, x, y):
+    at = int(m.steps)
+    with torch.no_grad():
+        m.queue[at : at + len(x)] = x
+        m.steps.fill_((at + len(x)) % 5)
+    return x.sin() * m.queue.mean(0)
+
+
+@program("", "state stores draws captures")
+def cache_of_a_draw(m, x, y):
+    if "drawn" not in m.cache:
+        m.cache["drawn"] = torch.empty(4, dtype=x.dtype).bernoulli_(0.5) / 0.5
+    return (x.sin() * m.cache["drawn"]).tanh()
+
+
+@program("", "state stores draws captures")
+def cache_of_a_draw_before_more_draws(m, x, y):
+    if "drawn" not in m.cache:
+        m.cache["drawn"] = torch.rand(4, dtype=x.dtype)
+    return F.dropout(x.contiguous() * m.cache["drawn"], 0.5) + torch.rand(4, dtype=x.dtype) * y
+
+
+@program("", "state stores draws captures memory")
+def cache_of_a_sobol_sequence(m, x, y):
+    if "drawn" not in m.cache:
+        m.cache["drawn"] = torch.quasirandom.SobolEngine(4, scramble=True, seed=3).draw(1, dtype=x.dtype)[0]
+    h = (x.sin() * m.cache["drawn"]).tanh()
+    return h * torch.from_numpy(h.detach().numpy() * 0 + 1)
+
+
 @program("STATE", "state stores")
 def last_result_stored(m, x, y):
     m.last = x.sin()

@@ -17,7 +17,7 @@ READY = [name for name in POLICIES if name not in PLANNED]
 # A call costs milliseconds in these; the others are differentiated more than once, or trace.
 CHEAP = [name for name in WAYS if name in expected.CHEAP]
 NAMES = list(BANK)
-QUICK = 6
+QUICK = 4
 
 
 def drawn(name: str, count: int) -> list[tuple[str, str]]:
@@ -56,6 +56,42 @@ def test_program_on_another_layout(name: str) -> None:
     # Under torch.func dropout of what is not contiguous draws another mask (docs/limits.md).
     way = "backward" if "draws" in BANK[name].tags else ("backward", "grad")[len(name) % 2]
     holds(BANK[name], way, READY[len(name) % len(READY)], layout)
+
+
+TRACED = ("PURE", "WRITES", "BUFFERS", "RANDOM", "COMMON")
+
+
+def compiled(name: str) -> None:
+    """How it goes in a graph; that draws other numbers, and then the gradient is held to the loss's slope."""
+    at, tags = NAMES.index(name), BANK[name].tags
+    how = {"how": "differences" if "draws" in tags else ("backward", "grad")[at % 2]}
+    forget()
+    torch._dynamo.reset()
+    program = subject(BANK[name], READY[at % len(READY)])
+    verdict = check(program, [how, how], torch.float64, backend="aot_eager")
+    # What torch.compile or we refuse is loud.
+    assert verdict.kind in ("same", "memory", "invalid", "refused"), (name, verdict)
+
+
+# Of the others Dynamo refuses most, and some it does not leave as it came.
+COMPILES = set(
+    "nests containers captures image names draws buffers writes modules decisions functions".split()
+)
+GRAPHS = [name for name, one in BANK.items() if one.kind in ("", *TRACED) and one.tags <= COMPILES]
+ONE_OF_EACH = {tag: name for name in GRAPHS for tag in BANK[name].tags}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(set(ONE_OF_EACH.values())))
+def test_program_of_a_tag_compiled(name: str) -> None:
+    compiled(name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", GRAPHS[::3])
+def test_program_compiled(name: str) -> None:
+    compiled(name)
 
 
 # -- the bank itself ---------------------------------------------------------------------------------------

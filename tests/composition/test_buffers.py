@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import RematError, checkpoint_policy, remat, save_matmuls, save_nothing
+from remat import RematError, remat, save_nothing
 from remat.nn import apply
+from tests.helpers import crossed
 
 FUNC = torch.func
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -62,50 +63,11 @@ class Counter(nn.Module):
         return x * x * self.count
 
 
-class Queue(nn.Module):
-    """Rows of which each call writes one."""
-
-    rows: Tensor
-    at: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("rows", torch.zeros(3, 4))
-        self.register_buffer("at", torch.tensor(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = x @ self.rows.clone().T
-        self.rows.index_copy_(0, self.at.view(1), x.detach().mean(0, keepdim=True))
-        self.at.copy_((self.at + 1) % 3)
-        return x * scores.softmax(-1).sum(-1, keepdim=True) + (x @ self.rows.clone().T).mean(-1, keepdim=True)
-
-
-class Quantile(nn.Module):
-    """A running quantile, written through `.data`, whole."""
-
-    bound: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("bound", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.bound.copy_(torch.quantile(x.detach().abs(), 0.9))
-        return x.clamp(-1, 1) / (1 + self.bound) * x
-
-
 STATES: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(4),
     "ema": Ema,
     "counter": Counter,
-    "queue": Queue,
-    "quantile": Quantile,
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
-}
-POLICIES: dict[str, Any] = {
-    "nothing": save_nothing,
-    "matmuls": save_matmuls,
-    "budget": checkpoint_policy(budget=0.5),
 }
 
 
@@ -122,10 +84,6 @@ def marked(model: nn.Module, policy: Any) -> nn.Module:
 
 def grad(loss: Any, params: Params, buffers: Params) -> Any:
     return FUNC.grad(loss)(params, buffers)
-
-
-def value_and_grad(loss: Any, params: Params, buffers: Params) -> Any:
-    return FUNC.grad_and_value(loss)(params, buffers)
 
 
 def jacfwd(loss: Any, params: Params, buffers: Params) -> Any:
@@ -153,9 +111,7 @@ def twice(loss: Any, params: Params, buffers: Params) -> Any:
     return FUNC.grad(lambda p, b: loss(p, b) + loss(p, b))(params, buffers)
 
 
-WAYS: dict[str, Any] = {
-    f.__name__: f for f in (grad, value_and_grad, jacfwd, hessian, ensemble, grad_of_grad, twice)
-}
+WAYS: dict[str, Any] = {f.__name__: f for f in (grad, jacfwd, hessian, ensemble, grad_of_grad, twice)}
 
 
 def run(model: nn.Module, way: Any) -> Any:
@@ -181,10 +137,7 @@ def same(want: Any, got: Any, **tolerance: Any) -> None:
     torch.testing.assert_close(got, want, **(tolerance or {"rtol": 0, "atol": 0}))
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(name, marks=pytest.mark.slow if name == "hessian" else ()) for name in WAYS]
-)
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("state", "way"), crossed(STATES, WAYS, every=2))
 def test_gradients_and_buffers_are_those_of_plain_torch(state: str, way: str) -> None:
     model = made(state)
     want = plain_or_refusal(model, WAYS[way])
@@ -193,13 +146,6 @@ def test_gradients_and_buffers_are_those_of_plain_torch(state: str, way: str) ->
     # Torch adds up the parts of a gradient that comes by several ways in another order.
     several = {"rtol": 1e-12, "atol": 1e-11} if way in ("hessian", "grad_of_grad", "twice") else {}
     same(want, run(marked(model, save_nothing), WAYS[way]), **several)
-
-
-@pytest.mark.parametrize("policy", ["matmuls", pytest.param("budget", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("state", STATES)
-def test_under_policies(state: str, policy: str) -> None:
-    model = made(state)
-    same(run(model, grad), run(marked(model, POLICIES[policy]), grad))
 
 
 # -- buffers as arguments of the function itself -------------------------------------------------------------
@@ -275,15 +221,6 @@ def backward(step: Any) -> Any:
     return found, held
 
 
-def func_grad(step: Any) -> Any:
-    held = state()
-
-    def loss(x: Tensor, mean: Tensor, count: Tensor) -> Tensor:
-        return step(step(x, mean, count), mean, count).square().mean()
-
-    return [FUNC.grad_and_value(loss)(X, *held) for _ in range(2)], held
-
-
 def func_grad_read(step: Any) -> Any:
     """What the state is after the region is a part of the loss."""
     held = state()
@@ -309,18 +246,15 @@ def per_example(step: Any) -> Any:
     return of(X, *held), held
 
 
-STEPS: dict[str, Any] = {
-    f.__name__: f for f in (backward, func_grad, func_grad_read, func_hessian, per_example)
-}
+STEPS: dict[str, Any] = {f.__name__: f for f in (backward, func_grad_read, func_hessian, per_example)}
 
 
-@pytest.mark.parametrize("policy", ["nothing", pytest.param("matmuls", marks=pytest.mark.slow), "nested"])
-@pytest.mark.parametrize("way", STEPS)
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("function", "way", "policy"), crossed(FUNCTIONS, STEPS, ["nothing", "nested"], every=2)
+)
 def test_a_state_among_the_arguments(function: str, way: str, policy: str) -> None:
     wraps: dict[str, Any] = {
         "nothing": remat,
-        "matmuls": lambda f: remat(f, policy=save_matmuls),
         "nested": lambda f: remat(lambda *args: remat(f)(*args) * 1.5),
     }
     scale = 1.5 if policy == "nested" else 1.0
@@ -375,6 +309,6 @@ def test_what_was_written_between_forward_and_pull_back_is_not_read() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.block(self.block(x).tanh())
 
-    for state in ("batch norm", "ema", "queue"):
+    for state in ("batch norm", "ema"):
         model = Twice(made(state, 1)[0])
         same(run(model, grad), run(marked(model, save_nothing), grad))

@@ -7,7 +7,7 @@ import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import remat, save_matmuls, save_nothing, scan_remat
-from tests.helpers import rand
+from tests.helpers import crossed, rand
 
 POLICIES = [save_nothing, save_matmuls]
 
@@ -48,9 +48,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("made_inside", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "made_inside", "policy"), crossed(WAYS, [False, True], POLICIES))
 def test_inside_inference_mode(way, made_inside, policy):
     region, run, x = remat(field, policy=policy), WAYS[way], rand(3)
     with torch.inference_mode():
@@ -61,8 +59,7 @@ def test_inside_inference_mode(way, made_inside, policy):
         torch.testing.assert_close(run(lambda x: remat(lambda x: region(x))(x), x), want)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "policy"), crossed(WAYS, POLICIES, every=2))
 def test_an_inference_tensor_as_operand(way, policy):
     """Features of a frozen encoder, captured and passed."""
     with torch.inference_mode():

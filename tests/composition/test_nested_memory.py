@@ -2,39 +2,10 @@
 
 import pytest
 import torch
-from torch.func import grad, jacrev, jvp, vmap
+from torch.func import grad, jvp
 
 from remat import remat, save_everything, save_matmuls, save_nothing, save_ops
 from tests.helpers import rand, same
-
-W = rand(4)
-WAYS = {
-    "grad": lambda fn, x: grad(lambda x: fn(x, x).sin().sum())(x),
-    "vmap_grad": lambda fn, x: vmap(grad(lambda x: fn(x, x).sin().sum()))(torch.stack([x, x.cos()])),
-    "jacrev": lambda fn, x: jacrev(grad(lambda x: fn(x, x).sin().sum()))(x),
-}
-RESULTS = {
-    "row": lambda h: (h, h[0]),
-    "flat": lambda h: (h, h.view(-1)[:4]),
-    "parts": lambda h: (h[:, :2].repeat(1, 2), h[1]),
-    "twice": lambda h: (h, h),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("results", RESULTS)
-def test_a_region_inside_returns_a_value_and_a_view_of_it(results, way):
-    def outer(wrap):
-        inner = wrap(lambda a, b: RESULTS[results](W.sin() * a))
-
-        def run(a, b):
-            first, second = inner(a, b)
-            return first * 1.5 + second
-
-        return wrap(run)
-
-    x = rand(3, 4)
-    same(WAYS[way](outer(remat), x), WAYS[way](outer(lambda fn: fn), x))
 
 
 def test_an_index_made_inside_is_not_taken_for_memory_that_is_gone():
@@ -52,7 +23,7 @@ def test_an_index_made_inside_is_not_taken_for_memory_that_is_gone():
         return torch.autograd.grad(force(x).sum(), x)[0]
 
     expected = derivative(lambda fn, _: fn)
-    for _ in range(40):
+    for _ in range(12):
         same(derivative(lambda fn, policy: remat(fn, policy=policy)), expected)
 
 

@@ -25,7 +25,7 @@ from remat import (
     save_names,
     save_nothing,
 )
-from tests.helpers import LiveBytes, rand
+from tests.helpers import LiveBytes, crossed, rand
 
 W, X, XS, WS = rand(6, 6), rand(4, 6, seed=1), rand(3, 4, 6, seed=2), rand(3, 6, 6, seed=3)
 ONES = torch.ones(4, 6, dtype=torch.float64)
@@ -101,8 +101,7 @@ def regions(f: Any, policy: Any) -> dict[str, tuple[Any, Any]]:
     }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "policy"), crossed(WAYS, POLICIES, every=4))
 def test_bit_for_bit(way: str, policy: str) -> None:
     for how, (ours, plain) in regions(block, POLICIES[policy]).items():
         want = pytree.tree_leaves(WAYS[way](plain))
@@ -155,8 +154,10 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("program", FORMULAS)
-@pytest.mark.parametrize("way", [way for way in WAYS if "jvp" in way or way in ("hessian", "laplacian")])
+@pytest.mark.parametrize(
+    ("program", "way"),
+    crossed(FORMULAS, [w for w in WAYS if "jvp" in w or w in ("hessian", "laplacian")], every=4),
+)
 def test_backward_formulas_that_forward_mode_goes_through(way: str, program: str) -> None:
     """Where nothing is recorded torch takes another formula for some, of which forward mode does not know."""
     f: Any = FORMULAS[program]

@@ -67,9 +67,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("captured", [CONSTANT, LEARNT], ids=["constant", "learnt"])
-@pytest.mark.parametrize(("inside", "around", "way"), crossed(INSIDE, AROUND, WAYS, every=16))
-def test_derivatives_are_as_without_remat(inside, around, way, captured):
+@pytest.mark.parametrize(("inside", "around", "way"), crossed(INSIDE, AROUND, WAYS, every=12))
+def test_derivatives_are_as_without_remat(inside, around, way):
+    captured = LEARNT if len(inside + way) % 2 else CONSTANT
     region = remat(energy, policy=save_nothing)
     step = INSIDE[inside]
     plain = lambda x: step(step(x, captured, energy), captured, energy)  # noqa: E731

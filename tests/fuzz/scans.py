@@ -26,10 +26,10 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
 from remat import RematError, remat, save_everything, save_matmuls, save_nothing, scan_remat, while_remat
-from remat.transforms.scan.traced import entry
 from tests.bank.library import Doubled, R, on
 from tests.compiled import compiled
 from tests.helpers import forget, nan_where_nobody_wrote
+from tests.scan.inside import entry
 from tests.ways import regions
 
 # From a loss and the numbers of its arguments; each vmap has examples of its own.

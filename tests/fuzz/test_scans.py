@@ -15,7 +15,7 @@ def same(seeds: range, ways: tuple[str, ...], backend: str = "aot_eager") -> Non
     assert counts["same"] > 0.9 * len(seeds)
 
 
-@pytest.mark.parametrize("first", range(0, 200, TOGETHER))
+@pytest.mark.parametrize("first", range(0, 100, TOGETHER))
 def test_scans_are_as_the_loop(first: int) -> None:
     same(range(first, first + TOGETHER), EAGER)
 
@@ -25,9 +25,9 @@ def test_compiled_scans_are_as_the_loop() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 2000, 10 * TOGETHER))
+@pytest.mark.parametrize("first", range(1000, 1500, 5 * TOGETHER))
 def test_more_scans_are_as_the_loop(first: int) -> None:
-    same(range(first, first + 10 * TOGETHER), EAGER)
+    same(range(first, first + 5 * TOGETHER), EAGER)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from remat.transforms.eager import Frame
+from tests.regions.inside import Frame
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from remat import RematError, checkpoint_policy, remat, save_matmuls, save_nothing
-from tests.helpers import rand, same
+from tests.helpers import crossed, rand, same
 
 BUFFER = rand(4, 4, seed=7)
 # A capsule, as before `__dlpack__`.
@@ -182,9 +182,9 @@ def two_calls(fn: Any, way: Callable[..., Any], wrap: Callable[[Any], Any]) -> l
     return [*(way(region, rand(4, 4, seed=n), rand(4, 4, seed=5)) for n in range(2)), BUFFER.clone()]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", [plainly, nested, twice], ids=lambda way: way.__name__)
-@pytest.mark.parametrize("fn", [*EAGER, *BOTH], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    ("fn", "way", "policy"), crossed([*EAGER, *BOTH], [plainly, nested, twice], POLICIES)
+)
 def test_plain_autograd(fn, way, policy):
     if way is nested:
         want = two_calls(fn, plainly, lambda f: lambda x, w: f(x.cos(), w).tanh())
@@ -193,8 +193,7 @@ def test_plain_autograd(fn, way, policy):
     same(two_calls(fn, way, lambda f: remat(f, policy=POLICIES[policy])), want)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fn", BOTH, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(("fn", "policy"), crossed(BOTH, POLICIES))
 def test_torch_func(fn, policy):
     wrap = lambda f: remat(f, policy=POLICIES[policy])  # noqa: E731
     same(two_calls(fn, by_grad, wrap), two_calls(fn, by_grad, lambda f: f))

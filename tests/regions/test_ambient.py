@@ -12,8 +12,8 @@ from torch.func import grad, vjp, vmap
 from torch.overrides import TorchFunctionMode
 
 from remat import RematError, register_ambient, remat, save_matmuls
-from remat.ambient import numpy_random, python_random
 from tests.helpers import rand, unseen
+from tests.regions.inside import numpy_random, python_random
 
 
 def by_func(fn, x):

@@ -9,7 +9,7 @@ import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import remat, save_matmuls, scan_remat
-from tests.helpers import rand, same
+from tests.helpers import crossed, rand, same
 
 INSIDE = {
     "grad": lambda x, y: grad(lambda a: energy(a, x))(y) * x,
@@ -50,9 +50,7 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("found", [True, False], ids=["found", "hidden"])
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize(("inside", "around", "found"), crossed(INSIDE, AROUND, [True, False]))
 def test_transforms_of_captured_tensors(inside, around, found):
     """In every call: the first one tells that the region uses torch.func."""
 
@@ -69,10 +67,10 @@ def test_transforms_of_captured_tensors(inside, around, found):
         same(wrapped(remat)(x, y), expected)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("policy", [None, save_matmuls])
-@pytest.mark.parametrize("inside", ["transform", "ops"])
-@pytest.mark.parametrize("around", ["autograd", "vmap"])
+@pytest.mark.parametrize(
+    ("around", "inside", "policy", "nested"),
+    crossed(["autograd", "vmap"], ["transform", "ops"], [None, save_matmuls], [False, True]),
+)
 def test_a_run_that_begins_again_has_written_nothing(around, inside, policy, nested):
     """A captured tensor that no walk finds is met amid the run: buffers, queues and slots count it once."""
 

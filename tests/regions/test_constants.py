@@ -8,6 +8,7 @@ from torch import Tensor
 
 from remat import remat, save_matmuls, save_nothing
 from tests.helpers import OpCounter, same, scalar
+from tests.regions.inside import constants
 from tests.rotary import Alone, block, chain, inputs, rotate
 
 
@@ -50,8 +51,7 @@ def test_a_policy_may_bar_it():
 
 
 def test_nothing_is_left_when_the_pass_is_over():
-    from remat.transforms.tape.constants import _pass
-
+    _pass = constants._pass  # pyright: ignore[reportPrivateUsage]
     w, x = inputs()
     out = chain(remat(block))(w, x)
     found: list[int] = []

@@ -14,7 +14,6 @@ from torch.func import functional_call, grad
 
 from remat import RematError, remat, save_matmuls, save_nothing
 from remat.nn import apply_to
-from tests.compiled import compiled
 from tests.helpers import rand
 
 
@@ -115,25 +114,6 @@ def test_functions_of_parameters_call_a_region():
     got = grad(lambda p: functional_call(region, p, x).sum())(params)
     assert all(torch.equal(got[name], want[name]) for name in want)
     assert functional_call(region, {n: torch.zeros_like(p) for n, p in params.items()}, x).eq(0).all()
-
-
-def test_it_recomputes():
-    x, packed = rand(8, 4).requires_grad_(), []
-    with saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t):
-        remat(Block())(x)
-        apart = len(packed)
-        Block()(x)
-    assert apart < len(packed) - apart
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("held", HELD)
-def test_models_that_hold_regions_compile(held):
-    torch._dynamo.reset()
-    model, x = Model(held), rand(2, 4)
-    want = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    got = torch.autograd.grad(compiled(model)(x).sum(), list(model.parameters()))
-    assert all(torch.allclose(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_layers_are_made_regions_once():

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from remat import checkpoint_policy, remat, save_everything, save_matmuls, save_nothing, saved_residuals
-from tests.helpers import rand
+from tests.helpers import crossed, rand
 
 N, WIDE = 8, 32
 POLICIES = {
@@ -101,8 +101,7 @@ def count(fn):
 
 
 @pytest.mark.filterwarnings("ignore:.*budget of:UserWarning", "ignore:.*cannot be planned:UserWarning")
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "policy"), crossed(PROGRAMS, POLICIES, every=2))
 def test_no_more_is_kept_than_without_a_region(program, policy):
     def plain(x, w):
         return PROGRAMS[program](x, w, lambda value: value.item())
@@ -146,9 +145,9 @@ def test_what_only_dead_code_reads_is_not_held():
 
 
 @pytest.mark.filterwarnings("ignore:.*budget of:UserWarning", "ignore:.*cannot be planned:UserWarning")
-@pytest.mark.parametrize("lives", [(0, 1, 1, 0, 1), (1, 0, 0, 1, 0)])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "policy", "lives"), crossed(PROGRAMS, POLICIES, [(0, 1, 1, 0, 1), (1, 0, 0, 1, 0)])
+)
 def test_a_probe_that_somebody_keeps_in_some_calls(program, policy, lives):
     """The ops are the same in each call, and in some a caller differentiates what is dead in the others."""
     logged, live = [], False

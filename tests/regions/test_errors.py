@@ -8,7 +8,7 @@ from torch.func import grad, vmap
 
 from remat import RematError, remat
 from remat.policies import save_matmuls, save_nothing, save_ops
-from tests.helpers import POLICIES, rand, same, unseen, vjp
+from tests.helpers import FEW, POLICIES, crossed, rand, same, unseen, vjp
 
 
 @pytest.fixture(autouse=True)
@@ -70,25 +70,29 @@ MODES = pytest.mark.parametrize("mode", ["backward", "grad", "vmap_grad", "neste
 RUN_AGAIN = pytest.mark.parametrize("mode", ["unseen", "nested", "vmap_nested"])
 
 
-def test_unknown_determinism_check():
-    with pytest.raises((RematError, ValueError), match="metadata.*exact.*none|'sometimes'"):
-        remat(torch.sin, determinism_check="sometimes")  # type: ignore[arg-type]
+WRONG = {
+    "determinism_check": (lambda: remat(torch.sin, determinism_check="sometimes"), "'sometimes'"),  # type: ignore
+    "too large": (
+        lambda: remat(lambda x, flag: x.sin(), static_argnums=(3,))(rand(3), True),
+        "static_argnums",
+    ),
+    "too small": (
+        lambda: remat(lambda x, flag: x.sin(), static_argnums=(-4,))(rand(3), True),
+        "static_argnums",
+    ),
+    "no such name": (
+        lambda: remat(lambda x, flag: x.sin(), static_argnames=("flog",))(rand(3), flag=True),
+        "static_argnames",
+    ),
+    "a text": (lambda: remat(torch.sin, static_argnums="x"), "static_argnums"),  # type: ignore
+}
 
 
-@pytest.mark.parametrize("static", [(3,), (-4,)])
-def test_static_arguments_out_of_range(static):
-    with pytest.raises((RematError, ValueError), match="static_argnums"):
-        remat(lambda x, flag: x.sin(), static_argnums=static)(rand(3), True)
-
-
-def test_static_names_that_do_not_exist():
-    with pytest.raises((RematError, ValueError), match="static_argnames"):
-        remat(lambda x, flag: x.sin(), static_argnames=("flog",))(rand(3), flag=True)
-
-
-def test_static_arguments_of_a_wrong_type():
-    with pytest.raises((RematError, TypeError), match="static_argnums"):
-        remat(torch.sin, static_argnums="x")  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", WRONG)
+def test_options_that_mean_nothing(kind):
+    call, told = WRONG[kind]
+    with pytest.raises((RematError, ValueError, TypeError), match=told):
+        call()
 
 
 def test_static_arguments_are_passed_as_they_are():
@@ -222,11 +226,10 @@ def in_a_partial(w):
     return lambda wrap, x: wrap(functools.partial(lambda w, x: torch.tanh(x * w).exp(), w))(x)
 
 
-@pytest.mark.parametrize(
-    "how", [positional, keyword, in_a_container, in_a_closure, in_a_captured_container, in_a_partial]
-)
-@pytest.mark.parametrize("policy", ["nothing", "matmuls", "rule"])
-@pytest.mark.parametrize("mode", ["backward", "vjp"])
+HOW = [positional, keyword, in_a_container, in_a_closure, in_a_captured_container, in_a_partial]
+
+
+@pytest.mark.parametrize(("how", "policy", "mode"), crossed(HOW, FEW, ["backward", "vjp"]))
 def test_tensor_mutated_between_forward_and_backward(how, policy, mode):
     w = rand(3)
     region = how(w)
@@ -273,10 +276,10 @@ def flips(first, second, mode):
     return fn
 
 
-@pytest.mark.parametrize("check", ["metadata", "exact", "none"])
-@pytest.mark.parametrize("policy", ["nothing", "matmuls", "rule", "ops"])
-@pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("mode", ["backward", "vjp"])
+@pytest.mark.parametrize(
+    ("policy", "check", "calls", "mode"),
+    crossed(FEW, ["metadata", "exact", "none"], [1, 2], ["backward", "vjp"]),
+)
 def test_ops_that_ran_run_again_and_no_python(policy, check, calls, mode):
     again = []
 
@@ -300,33 +303,49 @@ def test_ops_that_ran_run_again_and_no_python(policy, check, calls, mode):
         again.clear()
 
 
-@RUN_AGAIN
-@pytest.mark.parametrize("policy", [save_ops(torch.ops.aten.exp), lambda info: "exp" in str(info.op)])
-def test_replay_that_takes_other_ops(mode, policy):
-    fn = flips(lambda x: torch.tanh(x.sin().exp()) * 2, lambda x: torch.sigmoid(x.cos().exp()) * 2, mode)
-    with pytest.raises(RematError, match="(?s)my_block.*aten"):
-        run(mode, remat(fn, policy=policy, name="my_block"))
+# What runs first, what runs again, options, and what is told.
+FLIPS = {
+    "other ops": (
+        lambda x: torch.tanh(x.sin().exp()) * 2,
+        lambda x: torch.sigmoid(x.cos().exp()) * 2,
+        {"policy": save_ops(torch.ops.aten.exp)},
+        "aten",
+    ),
+    "other shapes": (
+        lambda x: x.sin().exp().tanh().sum(),
+        lambda x: x[:2].sin().exp().tanh().sum(),
+        {},
+        "",
+    ),
+    "fewer ops": (
+        lambda x: x.sin().exp().tanh() * x.exp(),
+        lambda x: x.sin(),
+        {"policy": save_matmuls},
+        "",
+    ),
+    "other values": (
+        lambda x: (x * 1.0).sin().exp(),
+        lambda x: (x * 2.0).sin().exp(),
+        {"determinism_check": "exact"},
+        "aten.mul",
+    ),
+    "another number": (
+        lambda x: (x.sum() * 1.0).sin() * x.exp().sin(),
+        lambda x: (x.sum() * 2.0).sin() * x.exp().sin(),
+        {"determinism_check": "exact"},
+        "aten.mul",
+    ),
+}
 
 
 @RUN_AGAIN
-def test_replay_of_other_shapes(mode):
-    fn = flips(lambda x: x.sin().exp().tanh().sum(), lambda x: x[:2].sin().exp().tanh().sum(), mode)
-    with pytest.raises(RematError, match="my_block"):
-        run(mode, remat(fn, name="my_block"))
-
-
-@RUN_AGAIN
-def test_replay_with_fewer_ops(mode):
-    fn = flips(lambda x: x.sin().exp().tanh() * x.exp(), lambda x: x.sin(), mode)
-    with pytest.raises(RematError, match="my_block"):
-        run(mode, remat(fn, policy=save_matmuls, name="my_block"))
-
-
-@RUN_AGAIN
-def test_exact_check_finds_values_that_differ_and_names_the_first_op(mode):
-    fn = flips(lambda x: (x * 1.0).sin().exp(), lambda x: (x * 2.0).sin().exp(), mode)
-    with pytest.raises(RematError, match="(?s)my_block.*aten.mul"):
-        run(mode, remat(fn, determinism_check="exact", name="my_block"))
+@pytest.mark.parametrize("kind", FLIPS)
+def test_a_replay_that_differs_is_told(mode, kind):
+    first, second, options, told = FLIPS[kind]
+    with pytest.raises(RematError, match=f"(?s)my_block.*{told}"):
+        run(mode, remat(flips(first, second, mode), name="my_block", **options))
+    if kind == "other values":  # by the user's word
+        run(mode, remat(flips(first, second, mode), determinism_check="none"))
 
 
 @MODES
@@ -349,23 +368,6 @@ def test_checks_pass_where_the_function_replays(mode, check):
 )
 def test_exact_check_takes_every_tensor(fn):
     run("backward", remat(fn, determinism_check="exact"))
-
-
-@RUN_AGAIN
-def test_exact_check_compares_numbers_of_no_dimension(mode):
-    fn = flips(
-        lambda x: (x.sum() * 1.0).sin() * x.exp().sin(),
-        lambda x: (x.sum() * 2.0).sin() * x.exp().sin(),
-        mode,
-    )
-    with pytest.raises(RematError, match="(?s)my_block.*aten.mul"):
-        run(mode, remat(fn, determinism_check="exact", name="my_block"))
-
-
-@RUN_AGAIN
-def test_no_check_is_no_error(mode):
-    fn = flips(lambda x: (x * 1.0).sin().exp(), lambda x: (x * 2.0).sin().exp(), mode)
-    run(mode, remat(fn, determinism_check="none"))
 
 
 TIMES = [0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -10,45 +9,13 @@ import torch
 from torch.func import grad, hessian, jvp, vmap
 
 from remat import RematError, remat, save_matmuls, save_nothing
-from tests.helpers import rand, same, unseen
+from tests.helpers import crossed, rand, same, unseen
 
 D = torch.float64
 
 
 def table(rows: int) -> torch.Tensor:
     return torch.outer(torch.arange(rows, dtype=D), 1 / 10 ** torch.arange(0, 2, dtype=D)).cos()
-
-
-def in_a_dict():
-    cache: dict[int, Any] = {}
-
-    def fn(x):
-        if len(x) not in cache:
-            cache[len(x)] = table(len(x))
-        return (x * cache[len(x)]).sin() * x
-
-    return fn
-
-
-def memoized():
-    cached = functools.lru_cache(table)
-    return lambda x: (x * cached(len(x))).sin() * x
-
-
-def made_each_time():
-    cache: dict[int, Any] = {}
-    return lambda x: (x * cache.setdefault(len(x), table(len(x)))).sin() * x
-
-
-def a_part():
-    cache: list[Any] = []
-
-    def fn(x):
-        if not cache:
-            cache.append(torch.cat([table(8)] * 2, -1)[:, 1:3])
-        return (x * cache[0][: len(x)]).sin() * x
-
-    return fn
 
 
 def a_written_mask():
@@ -94,10 +61,6 @@ def filled_by_a_region_inside():
 
 
 CACHES = [
-    in_a_dict,
-    memoized,
-    made_each_time,
-    a_part,
     a_written_mask,
     read_by_a_region_inside,
     filled_by_a_region_inside,
@@ -122,9 +85,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("make", CACHES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("make", "way", "policy"), crossed(CACHES, WAYS, [save_nothing, save_matmuls]))
 def test_a_cache_that_the_forward_fills(make, way, policy):
     """Call after call: torch alone fails in the second hessian, as it takes off one wrapper of two."""
 

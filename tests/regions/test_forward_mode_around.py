@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import RematError, remat, scan_remat
-from tests.helpers import rand, same
+from tests.helpers import crossed, rand, same
 
 Way = Callable[[Any, Tensor, Tensor], Any]
 
@@ -90,9 +90,7 @@ def nested(region: Any, way: Way, change: Callable[[], Any] = lambda: None) -> T
     return pull(torch.ones_like(loss))[0]
 
 
-@pytest.mark.parametrize("drop", [0.0, 0.5])
-@pytest.mark.parametrize("step", [stepped, nested])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "step", "drop"), crossed(WAYS, [stepped, nested], [0.0, 0.5], every=2))
 def test_it_is_as_without_remat(way, step, drop):
     layer = Layer()
     layer.drop = drop
@@ -103,9 +101,9 @@ def test_it_is_as_without_remat(way, step, drop):
     same(found[1], found[0])
 
 
-@pytest.mark.parametrize("name", ["scale", "share"])
-@pytest.mark.parametrize("step", [stepped, nested])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "step", "name"), crossed(WAYS, [stepped, nested], ["scale", "share"], every=2)
+)
 def test_what_changes_before_the_backward_is_refused(way, step, name):
     layer = Layer()
     region = remat(layer)
@@ -184,8 +182,7 @@ INSIDE = {
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert")
-@pytest.mark.parametrize("way", [tangent_of, linearized])
-@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize(("way", "inside"), crossed([tangent_of, linearized], INSIDE, every=2))
 def test_a_transform_inside_pushes_the_tangent_of_what_a_region_captures(way, inside):
     x, start = rand(3, 4), rand(3, 4)
 

@@ -24,8 +24,7 @@ def stepped(make, w, **how):
     make([w], lr=0.5, fused=True, **how).step()
 
 
-@pytest.mark.parametrize("policy", [None, save_matmuls])
-@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize(("make", "policy"), list(zip(OPTIMIZERS, [None, save_matmuls] * 2, strict=True)))
 def test_a_step_between_forward_and_backward(make, policy):
     w, x = weight(), rand(3, 4).float().requires_grad_()
     region = remat(lambda x: torch.sin(torch.tanh(x @ w) @ w), policy=policy)

@@ -13,10 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat, save_matmuls, save_nothing
-from remat.transforms.compat import direct_call, modes
-from remat.transforms.ops import tensors_in
 from tests.helpers import gradients, same
 from tests.helpers import rand as values
+from tests.regions.inside import direct_call, modes, tensors_in
 
 aten = torch.ops.aten
 

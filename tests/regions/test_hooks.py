@@ -1,6 +1,5 @@
 """Hooks inside regions, and whether code that runs can tell that it runs again."""
 
-import json
 import os
 import queue
 
@@ -336,31 +335,6 @@ def test_a_profiler_sees_labels(mode):
     # In plain autograd the inner one is asked first. What it starts from is recomputed by the outer one.
     again = ["recompute outer", "recompute a"] if mode == "backward" else ["recompute outer"]
     assert labels(lambda: run(nested, X))[: 2 + len(again)] == ["forward outer", "forward a", *again]
-
-
-def test_chrome_traces_bear_the_labels(tmp_path):
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    block = remat(lambda x: x.sin().exp(), name="block")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        block(X.clone().requires_grad_()).sum().backward()
-    profile.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and "dur" in e}
-    # The recomputation's exp lies inside its label, in the backward.
-    start, end = spans["remat::recompute block"]
-    assert spans["remat::forward block"][1] <= start
-    sines = [e for e in events if e["name"] == "aten::sin" and e.get("ph") == "X"]
-    # That of the forward is seen twice, above the region's mode and below it.
-    assert [start <= e["ts"] <= end for e in sines] == [False, False, True]
-
-
-def test_labels_cost_nothing_without_a_profiler(monkeypatch):
-    def unwanted(name):
-        raise AssertionError
-
-    monkeypatch.setattr("remat.transforms.context.record_function", unwanted)
-    for run in MODES.values():
-        run(remat(lambda x: x.sin().exp()), X)
 
 
 @pytest.mark.parametrize("mode", ["backward", "grad of grad"])

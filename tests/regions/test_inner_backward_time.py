@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from remat import remat
+from tests.regions.inside import program as room
 
 
 class Root(torch.autograd.Function):
@@ -57,8 +58,6 @@ def inside(y):
 
 @pytest.mark.parametrize("program", [layers, shared, inside], ids=lambda p: p.__name__)
 def test_steps_are_listed_once(program, monkeypatch):
-    from remat.transforms.tape import program as room
-
     made = []
     monkeypatch.setattr(room, "_step", lambda *args, make=room._step: made.append(1) or make(*args))
     y, region = torch.randn(16, 8), remat(program)

@@ -19,6 +19,7 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from remat import RematError, remat, save_all_but_names, save_everything, save_matmuls, save_nothing, save_ops
+from tests.helpers import crossed
 
 POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -31,15 +32,6 @@ def still(on: bool) -> None:
 
 def vjp(fn: Callable[..., Any], x: Any) -> Any:
     return torch.func.vjp(fn, x)
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.on = nn.Linear(4, 4), nn.Linear(4, 4), True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.first if self.on else self.second)(x).sin().exp()
 
 
 def listed(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
@@ -113,12 +105,10 @@ def by_second_order(region: Callable[..., Any], flip: Callable[[bool], None]) ->
     return back(torch.ones_like(out))[0]
 
 
-PULLS = pytest.mark.parametrize("pull", [by_nested, by_vmap_of_nested, by_second_order])
+PULLS = [by_nested, by_vmap_of_nested, by_second_order]
 
 
-@POLICIES
-@PULLS
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "pull", "policy"), crossed(WAYS, PULLS, [save_nothing, save_matmuls]))
 def test_another_tensor_raises(way: Any, pull: Any, policy: Any) -> None:
     for _ in "12":
         with pytest.raises(RematError, match=r"at op \d+, aten\.\w+\.\w+ reads a"):
@@ -172,9 +162,9 @@ PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("change", ["other", "written"])
-@pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("place", ["context", "set", "generator"])
+@pytest.mark.parametrize(
+    ("place", "product", "change"), crossed(["context", "set", "generator"], PRODUCTS, ["other", "written"])
+)
 def test_the_operand_of_a_kept_product_beside_a_transform(place: str, product: str, change: str) -> None:
     """A transform inside refuses hooks, so that nobody knows which operands the backward reads."""
     read, put = kept_in(place, MATRICES[0].clone())
@@ -270,9 +260,7 @@ def among_others(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Te
 RESULTS = [result, part, whole, among_others]
 
 
-@POLICIES
-@PULLS
-@pytest.mark.parametrize("way", RESULTS)
+@pytest.mark.parametrize(("way", "pull", "policy"), crossed(RESULTS, PULLS, [save_nothing, save_matmuls]))
 def test_another_result_raises(way: Any, pull: Any, policy: Any) -> None:
     """The same ops, and then another of their results is returned."""
     for _ in "12":
@@ -337,34 +325,6 @@ def test_results_that_are_views(on: bool, policy: Any) -> None:
         assert not on and "it returned another tensor" in str(error)
 
 
-@POLICIES
-def test_a_layer_that_is_drawn_by_python(policy: Any) -> None:
-    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(8)])
-    for draw in (lambda: random.choice(list(layers)), lambda: layers[int(np.random.randint(8))]):
-        region = remat(lambda x: draw()(x).sin(), policy=policy)  # noqa: B023
-        random.seed(0)
-        np.random.seed(0)
-        raised = 0
-        for _ in range(8):
-            out, back = vjp(region, X)
-            try:
-                back(torch.ones_like(out))
-            except RematError:
-                raised += 1
-        assert raised >= 5  # the others drew the same layer twice
-
-
-@POLICIES
-def test_a_flag_of_a_module_that_picks_a_layer(policy: Any) -> None:
-    """It is turned between the passes: the recomputation finds it as its forward did."""
-    module = Layers()
-    _, plain = vjp(module, X)
-    out, back = vjp(remat(module, policy=policy), X)
-    module.on = False
-    torch.testing.assert_close(back(torch.ones_like(out)), plain(torch.ones_like(out)))
-    assert not module.on
-
-
 def test_a_constant_that_is_made_anew_is_the_same() -> None:
     """It is another tensor in each run, with the same numbers; and it may be there still."""
     made: list[torch.Tensor] = []
@@ -412,19 +372,6 @@ def test_a_tensor_that_python_draws_and_nobody_holds(fn: Any, policy: Any) -> No
     for _ in "12":
         for pull in (by_vjp, by_nested):
             torch.testing.assert_close(pull(remat(same_again, policy=policy), still), pull(same_again, still))
-
-
-@POLICIES
-def test_a_sparse_matrix_from_outside(policy: Any) -> None:
-    adjacency = torch.eye(3).to_sparse()
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return torch.sparse.mm(adjacency, x.sin()).exp()
-
-    for _ in "12":
-        out, back = vjp(remat(fn, policy=policy), X)
-        want, plain = vjp(fn, X)
-        torch.testing.assert_close(back(torch.ones_like(out)), plain(torch.ones_like(want)))
 
 
 def test_the_users_word_is_taken() -> None:

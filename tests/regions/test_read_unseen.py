@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 
 from remat import RematError, remat, scan_remat
 from tests.helpers import POLICIES, crossed, rand, same
@@ -160,8 +160,7 @@ def loss(wrap, how, op):
     return lambda w, x: wrap(how(op, w))(x).square().sum()
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("op", NEW)
+@pytest.mark.parametrize(("op", "how"), crossed(NEW, HOW, every=2))
 def test_functions_of_the_new_style(op, how):
     for run in TRANSFORMS.values():
         for policy in ("nothing", "matmuls"):
@@ -169,21 +168,7 @@ def test_functions_of_the_new_style(op, how):
             same(got, run(loss(lambda f: f, how, square)))
 
 
-@pytest.mark.parametrize("op", NEW)
-def test_nested_regions(op):
-    for inner in ("nothing", "matmuls"):
-        for outer in ("nothing", "matmuls"):
-
-            def wrap(fn, inner=inner, outer=outer):
-                region = remat(fn, policy=POLICIES[inner])
-                return remat(lambda x: region(x), policy=POLICIES[outer])
-
-            for run in TRANSFORMS.values():
-                same(run(loss(wrap, by_cell, NEW[op])), run(loss(lambda f: f, by_cell, square)))
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("op", OLD)
+@pytest.mark.parametrize(("op", "how"), crossed(OLD, HOW, every=2))
 def test_functions_that_torch_func_alone_refuses_or_batches_not(op, how):
     for run in FIRST.values():
         same(run(loss(remat, how, OLD[op])), run(loss(lambda f: f, how, square)))
@@ -228,83 +213,35 @@ def twice(f):
     return torch.autograd.grad(sum(g.square().sum() for g in first), (w, x))  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def backward_closure(x, w):
-    """The rule of the backward reads what the Function captures."""
-
-    class Closure(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x):
-            return x * 1
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * w * w
-
-    return Closure.apply(x) * w
-
-
-def hook(x, w):
-    y = x * 1
-    if y.requires_grad:
-        y.register_hook(lambda g: g * w)
-    return y * w
-
-
-@pytest.mark.parametrize("name", ["grad", "grad of x's", "grad vmap", "outside"])
-@pytest.mark.parametrize("op", [backward_closure, hook])
-def test_backward_that_reads_a_captured_tensor(op, name):
-    run = TRANSFORMS[name]
-    same(run(loss(remat, by_cell, op)), run(loss(lambda f: f, by_cell, op)))
-
-
 @torch.jit.script
 def scripted(x, w):
     return x * w * w
 
 
-REFUSED = {
-    **TRANSFORMS,
-    "jvp": lambda f: jvp(lambda w: f(w, X), (W,), (W,)),
-    "hessian": lambda f: hessian(f)(W, X),
-}
+TELLS = r"as (an )?argument|must be an argument"
+LEVELS = TRANSFORMS | {"jvp": lambda f: jvp(lambda w: f(w, X), (W,), (W,))}
 
 
-@pytest.mark.parametrize("how", [by_cell, by_generator, by_derived])
-@pytest.mark.parametrize("name", ["grad", "both", "vmap grad", "jvp"])
-def test_torchscript_that_reads_a_captured_tensor_under_one_level(name, how):
-    run = REFUSED[name]
+@pytest.mark.parametrize(
+    ("how", "name"), crossed([by_cell, by_generator, by_derived], ["grad", "both", "vmap grad", "jvp"])
+)
+def test_torchscript_that_reads_a_captured_tensor_under_one_level(how, name):
+    run = LEVELS[name]
     same(run(loss(remat, how, scripted)), run(loss(lambda f: f, how, scripted)))
 
 
 @pytest.mark.parametrize("how", [by_cell, by_generator, by_derived])
-@pytest.mark.parametrize("name", ["grad grad", "grad of x's"])
-def test_torchscript_that_reads_a_captured_tensor_is_refused_under_two(name, how):
-    with pytest.raises(RematError, match=r"as (an )?argument|must be an argument"):
-        REFUSED[name](loss(remat, how, scripted))
-
-
-@pytest.mark.parametrize("how", [by_cell, by_generator, by_derived])
-def test_torchscript_in_plain_autograd_around_a_transform_raises(how):
-    """Torch differentiates its first call and loses that derivative from the second on."""
+def test_torchscript_that_reads_a_captured_tensor_is_refused_elsewhere(how):
+    for name in ("grad grad", "grad of x's"):
+        with pytest.raises(RematError, match=TELLS):
+            LEVELS[name](loss(remat, how, scripted))
+    with pytest.raises(RematError, match=TELLS):
+        LEVELS["grad"](loss(scanned, by_derived, scripted))
+    # Torch differentiates its first call and loses that derivative from the second on.
     with pytest.raises(RuntimeError, match="argument|does not require grad|TorchScript"):
-        TRANSFORMS["outside"](loss(remat, how, scripted))
-
-
-@pytest.mark.parametrize("name", ["grad", "both", "grad grad"])
-def test_torchscript_in_a_scan_that_reads_a_captured_tensor_is_refused(name):
-    with pytest.raises(RematError, match=r"as (an )?argument|must be an argument"):
-        REFUSED[name](loss(scanned, by_derived, scripted))
-
-
-def test_message_says_which_tensor():
+        LEVELS["outside"](loss(remat, how, scripted))
     with pytest.raises(RematError, match=r"reads 'w' \(\(3,\)\) from outside.*Pass it as an argument"):
-        TRANSFORMS["grad grad"](loss(remat, by_cell, scripted))
+        LEVELS["grad grad"](loss(remat, by_cell, scripted))
 
 
 def test_torchscript_that_reads_arguments_and_constants_runs():

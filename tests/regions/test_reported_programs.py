@@ -6,13 +6,10 @@ import cProfile
 import pstats
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.autograd.forward_ad as fw
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, linearize, vmap
+from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -99,19 +96,6 @@ def test_a_gradient_inside_that_make_fx_traces_is_computed_and_not_baked_in() ->
 
 
 @POLICIES
-def test_numpy_in_a_region_inside(policy: Any) -> None:
-    def half(x: Tensor) -> Tensor:
-        h = x.sin() @ W
-        return (h * torch.from_numpy(np.cos(h.detach().numpy()))).exp()
-
-    def made(wrap: Any) -> Any:
-        inner = wrap(half, policy=policy)
-        return wrap(lambda x: inner(x.cos() * 2), policy=policy)
-
-    same(gradients(made(remat)), gradients(made(plain)), 1e-12)
-
-
-@POLICIES
 def test_parts_of_conjugates(policy: Any) -> None:
     def fn(x: Tensor) -> Tensor:
         c = torch.complex(x, x.cos())
@@ -155,44 +139,6 @@ def test_rows_written_one_by_one_cost_what_they_cost_without(policy: Any) -> Non
     assert many / few < 1.5 * moved(80, plain) / moved(20, plain)
 
 
-@pytest.mark.filterwarnings("ignore:Attempted to insert")  # torch's, of linearize
-def test_forward_mode_over_a_scan() -> None:
-    xs = rand(5, 4, seed=2)
-
-    def scanned(h: Tensor) -> Tensor:
-        return scan_remat(lambda h, x: (torch.tanh(h @ W + x), None), h, xs)[0]
-
-    def looped(h: Tensor) -> Tensor:
-        for x in xs:
-            h = torch.tanh(h @ W + x)
-        return h
-
-    start, along = X[0], X[1]
-    for fn in (scanned, looped):
-        got = [linearize(fn, start)[1](along), jvp(fn, (start,), (along,))[1]]
-        with fw.dual_level():
-            got.append(fw.unpack_dual(fn(fw.make_dual(start, along))).tangent)
-        if fn is scanned:
-            expected = got
-    same(got, expected, 1e-12)
-
-
-def test_a_backward_over_plain_forward_mode_and_batched_cotangents() -> None:
-    found = []
-    for wrap in (plain, remat):
-        b = W.clone().requires_grad_()
-        with fw.dual_level():
-            dual = wrap(lambda x, b: (x @ b).tanh())(fw.make_dual(X, X.cos()), b)
-            tangent: Any = fw.unpack_dual(dual).tangent
-            found += torch.autograd.grad(tangent.sum(), b)
-        torch.manual_seed(0)
-        x = X.clone().requires_grad_()
-        out = wrap(lambda x: F.dropout(x.sin() @ W).exp())(x).sum()
-        eye = torch.eye(1, dtype=x.dtype)
-        found += torch.autograd.grad(out.reshape(1), x, eye, is_grads_batched=True)
-    same(found[2:], found[:2], 1e-12)
-
-
 def test_deep_nests_under_torch_func_run_the_innermost_once() -> None:
     """The calls of Python grow with the depth, not by a factor with each level."""
 
@@ -214,17 +160,6 @@ def test_deep_nests_under_torch_func_run_the_innermost_once() -> None:
         return pstats.Stats(profile).total_calls  # pyright: ignore[reportAttributeAccessIssue]
 
     assert calls(6) < 3 * calls(3)
-
-
-def test_sizes_counted_inside() -> None:
-    def fn(x: Tensor) -> Tensor:
-        expert = (x @ W).softmax(-1).argmax(1)
-        counts = torch.bincount(expert, minlength=4).numpy()
-        parts = x[expert.argsort()].exp().split([int(n) for n in counts])
-        return torch.cat([part.sin() * (k + 1) for k, part in enumerate(parts)])
-
-    for policy in (save_nothing, save_matmuls, ODD):
-        same(gradients(remat(fn, policy=policy)), gradients(fn), 1e-12)
 
 
 # -- not mended: what they keep ------------------------------------------------------------------------------

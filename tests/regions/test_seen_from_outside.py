@@ -79,16 +79,6 @@ def test_a_raw_kernel_that_writes_over_a_visible_value(policy):
 
 
 @POLICIES
-def test_data_that_is_replaced(policy):
-    def fn(x):
-        h = x @ W
-        h.data = h.data * 2
-        return h.sin().exp()
-
-    check(lambda wrap: grads(wrap(fn)), policy)
-
-
-@POLICIES
 def test_numbers_that_python_reads(policy):
     def route(x):
         c = (x @ W).sin()
@@ -151,41 +141,6 @@ def test_arguments_that_are_one_tensor(policy):
         for copies in (False, True):
             x = torch.stack([X, X.cos()]) if "lambda" in of.__name__ else X
             check(lambda wrap, c=copies, x=x, of=of: of(lambda x: loss(wrap, x, c))(x), policy)
-
-
-@POLICIES
-def test_tensors_that_a_module_stores(policy):
-    class Stores(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(4, 4).double()
-
-        def forward(self, x):
-            h = self.lin(x).sin()
-            self.stats = h.detach() * 2
-            return h.cos()
-
-    def make(wrap):
-        module = Stores()
-        return [*grads(wrap(module)), module.stats]
-
-    check(make, policy)
-
-
-@POLICIES
-def test_memory_that_ops_share_without_saying_so(policy):
-    def fn(x):
-        a, b = torch.unsafe_chunk(x @ W, 2, 1)
-        a.mul_(2)
-        return (a * b).sin()
-
-    check(lambda wrap: grads(wrap(fn)), policy)
-
-    def gru(wrap):
-        torch.manual_seed(0)
-        return grads(wrap(nn.GRUCell(4, 4).double()))
-
-    check(gru, policy)
 
 
 @POLICIES
@@ -303,17 +258,6 @@ def test_an_explicit_generator_that_is_drawn_from_later(policy):
         return in_turn(wrap(fn), on, (False, False, True, True))
 
     check(make, policy)
-
-
-@POLICIES
-def test_seeds_that_are_set_inside(policy):
-    def fn(x):
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            a = torch.nn.functional.dropout(x.sin(), 0.5)
-        return (a * torch.nn.functional.dropout(x.exp(), 0.5)).exp()
-
-    check(lambda wrap: grads(wrap(fn)), policy)
 
 
 @pytest.mark.parametrize("policy", [None, save_matmuls])

@@ -12,8 +12,9 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import checkpoint
 
 from remat import RematError, remat, save_matmuls, save_nothing, save_ops
-from remat.cli.measure import Work, trace_memory
-from tests.helpers import rand
+from tests.helpers import crossed, rand
+from tests.inside import trace_memory
+from tests.regions.inside import Work
 
 POLICIES = {"save_nothing": save_nothing, "save_matmuls": save_matmuls}
 # (What weights read lies in memory that is kept.)
@@ -104,8 +105,9 @@ def weights_one_by_one(wrap: Any, between: Any) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("what", ["nothing", "a forward", "a gradient of something else"])
+@pytest.mark.parametrize(
+    ("policy", "what"), crossed(POLICIES, ["nothing", "a forward", "a gradient of something else"], every=2)
+)
 def test_what_happens_between_the_parts(policy: str, what: str) -> None:
     def between(x: Tensor, w: Tensor, *_: Tensor) -> None:
         if what != "nothing":

@@ -15,7 +15,7 @@ from torch import nn
 import remat
 from remat import remat as region_of
 from remat import save_everything, save_matmuls, save_nothing
-from tests.helpers import rand
+from tests.helpers import crossed, rand
 
 POLICIES: dict[str, Any] = {
     "nothing": lambda: save_nothing,
@@ -110,9 +110,6 @@ WAYS: dict[str, Any] = {
 }
 
 
-CASES = [(w, p) for w in WAYS for p in POLICIES]
-
-
 def layers():
     torch.manual_seed(0)
     last = nn.Linear(3, 3, bias=False)
@@ -152,7 +149,7 @@ def step(model, fn, times=2):
     return found
 
 
-@pytest.mark.parametrize(("way", "policy"), CASES)
+@pytest.mark.parametrize(("way", "policy"), crossed(WAYS, POLICIES))
 def test_hooks_of_layers(way, policy):
     model = streamed(layers(), WAYS[way]())
     want = step(model, model)
@@ -161,18 +158,7 @@ def test_hooks_of_layers(way, policy):
     torch.testing.assert_close(got, [*want, want[0]], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("way", ["data", "empty data", "resized", "pool"])
-def test_a_region_for_each_block_and_one_around(way):
-    def run(wrap):
-        blocks = [streamed(layers(), WAYS[way]()) for _ in range(2)]
-        whole = nn.ModuleList(blocks)
-        fns = [wrap(block) for block in blocks]
-        return step(whole, wrap(lambda x: fns[1](fns[0](x))))
-
-    torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("way", "policy"), CASES)
+@pytest.mark.parametrize(("way", "policy"), crossed(WAYS, POLICIES))
 def test_in_the_body_of_the_function(way, policy):
     """Without hooks: the function fetches and drops. The backward's fetch is a hook on its results."""
 
@@ -226,35 +212,6 @@ def test_hooks_of_the_backward_of_modules(way):
             layer.register_full_backward_pre_hook(lambda layer, g, fetch=fetch: fetch())
             drop()
         return step(model, wrap(model))
-
-    torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("way", ["data", "empty data", "resized"])
-def test_weights_that_are_there_before_the_region_and_dropped_in_it(way):
-    """A prefetch outside; only the drop is inside, and the backward's hooks fetch."""
-
-    def run(wrap):
-        model = layers()
-        home = {t: t.detach().clone() for t in model.parameters()}
-        fetches = []
-        for layer in model:
-            fetch, drop = WAYS[way]()(home, list(layer.parameters()))
-            fetches.append(fetch)
-
-            def after(layer, args, out, fetch=fetch, drop=drop):
-                out.register_hook(lambda g: fetch())
-                drop()
-
-            layer.register_forward_hook(after)
-        fn = wrap(model)
-
-        def prefetched(x):
-            for fetch in fetches:
-                fetch()
-            return fn(x)
-
-        return step(model, prefetched)
 
     torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from remat import remat
 from remat.policies import save_matmuls, save_nothing
-from remat.transforms.compat import dual_level_known_if_any
+from tests.regions.inside import dual_level_known_if_any
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from remat import remat, save_matmuls, saved_residuals
+from tests.helpers import crossed
 from tests.regions.test_generator_states import held
 
 N = 64
@@ -96,8 +97,7 @@ def train(layer, wrap):
     return grads
 
 
-@pytest.mark.parametrize("policy", [None, save_matmuls], ids=str)
-@pytest.mark.parametrize("layer", WHOLE + PARTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("layer", "policy"), crossed(WHOLE + PARTS, [None, save_matmuls], every=2))
 def test_gradients_and_what_is_written(layer, policy):
     region = train(layer, lambda fn: remat(fn, policy=policy, static_argnums=0))
     assert all(map(torch.equal, region, train(layer, lambda fn: fn)))

@@ -60,17 +60,9 @@ def test_a_class_name_means_one_thing():
 # several read is in `tests/inside.py`, what one room reads in its `inside.py`, each name with its reason.
 READS_INSIDE = {
     "what all tests share: first calls are forgotten, prices are pretended, lanes are watched": """
-        conftest helpers inside lanes regions/conftest scan/scans fuzz/scans""",
+        conftest helpers inside lanes""",
     "the door of a room": """
-        compile/inside plan/inside policies/inside tools/inside""",
-    "graphs and code of compilers, before they run": """
-        scan/test_compile scan/test_in_compile scan/test_inductor""",
-    "one part of the machinery by itself": """
-        composition/test_grad
-        regions/test_ambient regions/test_constants regions/test_guard regions/test_inner_backward_time
-        regions/test_only_shapes regions/test_pytrees regions/test_split_backward regions/test_threads
-        scan/test_changes scan/test_counts scan/test_jacobians scan/test_offload scan/test_schedules
-        scan/test_semantics""",
+        compile/inside plan/inside policies/inside regions/inside scan/inside tools/inside""",
     "ranks that do not answer: how long is waited for them is set to seconds": """
         interop/later_worker interop/many_worker""",
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from remat import scan_remat
-from remat.transforms.scan.traced import entry
+from tests.scan.inside import entry
 
 # Steps in a compiled block: what is tested does not depend on it, and less is compiled.
 BLOCK = 4

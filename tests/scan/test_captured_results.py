@@ -8,7 +8,7 @@ from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from remat import remat, scan_remat, while_remat
 from tests.compiled import compiled
-from tests.helpers import crossed, loop, rand, same, sparse
+from tests.helpers import crossed, loop, rand, same
 
 LOOPS = {
     "scan": lambda body, h: scan_remat(lambda h, _: (body(h), None), h, length=2, checkpoints=1)[0],
@@ -60,44 +60,6 @@ def test_a_constant_that_is_given_to_a_region_inside(loop):
 
     ones = torch.ones(4, dtype=torch.float64)
     same(hessian(loss(step))(ones), hessian(loss(plain))(ones))
-
-
-OPERANDS = {
-    "swapped": lambda a, b, row: ((b, a), row),
-    "twice": lambda a, b, row: ((a * b, row), (row, a, a)),
-    "one_for_both": lambda a, b, row: ((a * row,) * 2, b),
-    "views": lambda a, b, row: ((a.sin(), a.mT.mT), (b[:1], row.view_as(b))),
-    "view_in_the_carry": lambda a, b, row: ((row[:], b.mT.sin().mT), a.flatten()),
-    "region": lambda a, b, row: remat(lambda a, b, row: ((row, a), b.sin()))(a, b, row),
-    "region_of_views": lambda a, b, row: remat(lambda a, b, row: ((b[:], a.sin()), row.mT))(a, b, row),
-}
-
-
-@pytest.mark.parametrize("body", sparse(OPERANDS, 6))
-def test_operands_that_a_compiled_body_returns(body):
-    torch._dynamo.reset()  # each case compiles the same code
-    xs, h = rand(3, 3, 4), rand(3, 4)
-
-    def loss(loop):
-        def of(h, xs):
-            # One tensor is all of the first carry.
-            (a, b), ys = loop(lambda c, row: OPERANDS[body](*c, row), (h, h), xs)
-            leaves = ys if isinstance(ys, tuple) else (ys,)
-            return a.sin().sum() + (b * b).sum() + sum(y.cos().sum() for y in leaves)
-
-        return of
-
-    def loop(step, carry, xs):
-        ys = []
-        for row in xs:
-            carry, y = step(carry, row)
-            ys.append(y if isinstance(y, tuple) else (y,))
-        return carry, tuple(map(torch.stack, zip(*ys, strict=True)))
-
-    expected = grad(loss(loop), (0, 1))(h, xs)
-    same(compiled(grad(loss(scan_remat), (0, 1)))(h, xs), expected)
-    h, xs = h.requires_grad_(), xs.requires_grad_()
-    same(torch.autograd.grad(compiled(loss(scan_remat))(h, xs), (h, xs)), expected)
 
 
 def test_an_attribute_set_after_the_scan_that_only_the_search_finds():

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from remat import RematError, remat, save_matmuls, scan_remat
-from remat.transforms.state import prints_of
+from tests.helpers import crossed
+from tests.scan.inside import prints_of
 
 
 class Holder:
@@ -46,8 +47,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "options"), crossed(CHANGES, OPTIONS))
 def test_a_change_before_the_backward_is_an_error(change: str, options: dict[str, Any]) -> None:
     held, x = Holder(), start()
     held.factor, happens = CHANGES[change][0], CHANGES[change][1]

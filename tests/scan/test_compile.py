@@ -17,11 +17,10 @@ from remat import (
     save_nothing,
     scan_remat,
 )
-from remat.schedules import All, Revolve, Segmented
-from remat.transforms.scan.compiled.unroll import UnrolledStep
-from remat.transforms.scan.traced import entry
+from remat.schedules import Revolve, Segmented
 from tests.compiled import ops
-from tests.helpers import sparse
+from tests.helpers import crossed, sparse
+from tests.scan.inside import UnrolledStep, entry
 
 D = 3
 SIZE = 4
@@ -55,9 +54,9 @@ def gradients(body: Any, h: Any, xs: Any, targets: Any, **options: Any) -> Any:
     return torch.autograd.grad(total, targets)
 
 
-@pytest.mark.parametrize("reverse", sparse([True, False], 2))
 @pytest.mark.parametrize(
-    "checkpoints", ["all", "sqrt", Segmented(SIZE, Revolve(1)), Segmented(2 * SIZE), 2], ids=repr
+    ("checkpoints", "reverse"),
+    crossed(["all", "sqrt", Segmented(SIZE, Revolve(1)), Segmented(2 * SIZE), 2], [True, False], every=4),
 )
 def test_gradients(checkpoints, reverse, args):
     w, h, xs = args
@@ -65,9 +64,9 @@ def test_gradients(checkpoints, reverse, args):
     torch.testing.assert_close(found, gradients(rnn(w), h, xs, args, reverse=reverse))
 
 
-@pytest.mark.parametrize("size", [1, SIZE])
-@pytest.mark.parametrize("n", sparse([3, SIZE, 2 * SIZE + 1]))
-@pytest.mark.parametrize("checkpoints", ["all", "sqrt"])
+@pytest.mark.parametrize(
+    ("checkpoints", "n", "size"), crossed(["all", "sqrt"], [3, SIZE, 2 * SIZE + 1], [1, SIZE], every=6)
+)
 def test_rows_whose_gradient_does_not_reach_the_last_steps(checkpoints, n, size, monkeypatch):
     monkeypatch.setattr(entry, "BLOCK", size)
     torch.manual_seed(0)
@@ -84,23 +83,6 @@ def test_rows_whose_gradient_does_not_reach_the_last_steps(checkpoints, n, size,
     inside = torch.compile(lambda: loss(checkpoints=checkpoints), backend="aot_eager")
     for compiled in (lambda: loss(checkpoints=checkpoints, compile="aot_eager"), inside):
         torch.testing.assert_close(torch.autograd.grad(compiled(), (w, h, xs)), expected)
-
-
-def test_trees_modules_and_plain_numbers(args):
-    w, h, xs = args
-    cell = torch.nn.GRUCell(D, D, dtype=torch.float64)
-    scale, shift = 0.5, torch.ones(D, dtype=torch.float64)
-
-    def body(carry, x):
-        h = cell(x["a"] * scale + shift, carry["z"][0])
-        return {"z": (h, carry["z"][1] + 1), "a": carry["a"] @ w}, {"b": h, "none": None, "a": x["a"] + h}
-
-    start = {"z": (h[None], torch.tensor(0)), "a": h}
-    rows, targets = {"a": xs[:, None], "none": None}, (*args, *cell.parameters())
-    found = gradients(body, start, rows, targets, checkpoints="all", compile="aot_eager")
-    torch.testing.assert_close(found, gradients(body, start, rows, targets))
-    end, ys = scan_remat(body, start, rows, checkpoints="all", compile="aot_eager")
-    assert int(end["z"][1]) == len(xs) and ys["none"] is None and ys["b"].shape == (len(xs), 1, D)
 
 
 def test_graphs_whatever_the_length_and_none_for_another_closure(args, monkeypatch):
@@ -203,11 +185,6 @@ def test_a_carry_that_changes_is_refused():
         scan_remat(lambda h, x: (h.double(), None), torch.ones(D), xs, checkpoints="all", compile="aot_eager")
 
 
-def test_counts_in_blocks_are_those_of_the_segmented_schedule():
-    stats = Segmented(SIZE, All()).stats(5 * SIZE)
-    assert (stats.slots, stats.recomputed, stats.tape) == (5, 0, SIZE)
-
-
 @pytest.fixture
 def graphs(monkeypatch):
     """The graphs that are handed to the backend."""
@@ -254,14 +231,6 @@ def test_policies_inside_compiled_steps(name, args, graphs):
     # Two products a step for the carry, two for the weight; what is more is computed again.
     again = pulled["sin"], pulled["mm"] - 4 * SIZE, pulled["sigmoid"]
     assert again == tuple(SIZE * count for count in expected)
-
-
-@pytest.mark.slow
-def test_policies_in_segments_of_compiled_steps(args):
-    w, h, xs = args
-    run = lambda **options: gradients(gated(w), h, xs, args, policy=save_matmuls, **options)  # noqa: E731
-    expected = run(checkpoints="sqrt")
-    torch.testing.assert_close(run(checkpoints=Segmented(2 * SIZE), compile="aot_eager"), expected)
 
 
 def test_a_weights_gradient_is_added_up_step_by_step(args, graphs):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from remat import RematError, checkpoint_name, remat, scan_remat, while_remat
+from remat import checkpoint_name, remat, scan_remat, while_remat
 from remat.policies import save_matmuls, save_names
 from remat.schedules import Multilevel
 from tests.helpers import crossed, loop
@@ -71,32 +71,6 @@ def test_forms_under_transforms(form, transform):
     torch.testing.assert_close(apply(FORMS[form]), apply(value(loop)))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_under_plain_autograd(form):
-    h = H.clone().requires_grad_()
-    ours = torch.autograd.grad(FORMS[form](h), h, create_graph=True)[0]
-    expected = torch.autograd.grad(value(loop)(h), h, create_graph=True)[0]
-    torch.testing.assert_close(ours, expected)
-    ours, expected = (torch.autograd.grad(g.pow(2).sum(), h)[0] for g in (ours, expected))
-    torch.testing.assert_close(ours, expected)
-
-
-def test_three_scans_in_each_other():
-    def outermost(scan):
-        def middle(h, x):
-            return scan(lambda h, x: scan(step, h, x.expand(2, 3)), h, x.expand(2, 3))
-
-        def f(h):
-            end, ys = scan(middle, h, XS)
-            return end.sum() + ys.pow(2).sum()
-
-        return f
-
-    for transform in ("grad", "vmap grad", "jvp"):
-        apply = TRANSFORMS[transform]
-        torch.testing.assert_close(apply(outermost(scanned(checkpoints=2))), apply(outermost(loop)))
-
-
 @pytest.mark.parametrize("transform", ["grad", "vmap grad", "jvp", "hessian"])
 def test_a_loop_inside_a_scan_and_a_scan_inside_a_loop(transform):
     def halve(h, x):
@@ -126,33 +100,6 @@ def test_a_loop_inside_a_scan_and_a_scan_inside_a_loop(transform):
         return loop(step, loop(step, h, XS)[0], XS)[0].pow(2).sum()
 
     torch.testing.assert_close(apply(nested), apply(twice))
-
-
-@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 2])
-def test_dropout_in_a_region_in_a_scan(checkpoints):
-    h = H.clone().requires_grad_()
-
-    def noisy(h, x):
-        return torch.nn.functional.dropout(torch.tanh(h + x), 0.2), None
-
-    def run(body, scan):
-        torch.manual_seed(5)
-        end = scan(body)
-        return torch.autograd.grad(end.sum(), h)[0]
-
-    def plain(body):
-        end = h
-        for x in XS:
-            end, _ = body(end, x)
-        return end
-
-    expected = run(noisy, plain)
-    assert expected.count_nonzero()
-    for body in (noisy, remat(noisy)):
-        ours = run(body, lambda body: scan_remat(body, h, XS, checkpoints=checkpoints)[0])
-        torch.testing.assert_close(ours, expected)
-        outside = run(body, remat(lambda body: scan_remat(body, h, XS, checkpoints=checkpoints)[0]))
-        torch.testing.assert_close(outside, expected)
 
 
 def test_a_carry_of_mixed_dtypes_and_complex_numbers():
@@ -252,84 +199,6 @@ def test_an_exception_in_the_recomputation_says_the_step(times, step):
     with pytest.raises(ArithmeticError) as caught:
         end.sum().backward()
     assert [note for note in caught.value.__notes__ if f"in step {step} of" in note]
-
-
-wrong: Any = scan_remat  # called with what its types forbid
-BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "path and both types": (
-        lambda: wrong(lambda c, x: ({"a": [c["a"][0], c["a"][1].float()]}, x), {"a": [H, H]}, XS),
-        TypeError,
-        r"carry\['a'\]\[1\] came in as float64\[3\] and was returned as float32\[3\]",
-    ),
-    "structure": (
-        lambda: wrong(lambda c, x: ({"b": c["a"]}, x), {"a": H}, XS),
-        TypeError,
-        "structure.*'b'.*'a'",
-    ),
-    "None for a tensor": (lambda: wrong(lambda c, x: (None, x), H, XS), TypeError, "float64.3.*None"),
-    "the shape of a later step": (
-        lambda: wrong(lambda c, x: (c if x[0] < 0 else c[:1], x), H, XS),
-        TypeError,
-        r"float64\[3\].*float64\[1\]",
-    ),
-    "no pair": (lambda: wrong(lambda c, x: (c, x, x), H, XS), TypeError, "tuple of length 3"),
-    "xs of unequal lengths": (
-        lambda: wrong(lambda c, x: (c, None), H, {"a": XS, "b": [XS[:2]]}),
-        ValueError,
-        r"xs\['a'\] has 4, xs\['b'\]\[0\] has 2",
-    ),
-    "length that is no number": (
-        lambda: wrong(lambda c, x: (c, None), H, length="3"),
-        ValueError,
-        "'3'",
-    ),
-    "xs without dimensions": (
-        lambda: wrong(lambda c, x: (c, None), H, torch.tensor(1.0)),
-        TypeError,
-        "without dimensions",
-    ),
-    "a number of carries that is no int": (
-        lambda: wrong(lambda c, x: (c, None), H, XS, checkpoints=2.5),
-        TypeError,
-        "2.5",
-    ),
-    "an unknown schedule": (
-        lambda: wrong(lambda c, x: (c, None), H, XS, checkpoints="log"),
-        ValueError,
-        "'log'.*'sqrt'",
-    ),
-    "a view of the carry written": (
-        lambda: wrong(lambda c, x: (c, c[:2].mul_(2)), H.clone(), XS),
-        RematError,
-        "in place",
-    ),
-    "one leaf of the carry written": (
-        lambda: wrong(lambda c, x: ({"a": c["a"].add_(x), "b": c["b"]}, None), {"a": H + 0, "b": H}, XS),
-        RematError,
-        r"carry\['a'\] in place",
-    ),
-    "xs written": (
-        lambda: wrong(lambda c, x: (c + x.mul_(2), None), H, XS.clone()),
-        RematError,
-        r"into xs in place",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case):
-    call, kind, message = BAD[case]
-    with pytest.raises(kind, match=message):
-        call()
-
-
-@pytest.mark.parametrize("under", ["grad", "vmap", "grad vmap"])
-def test_writing_into_the_carry_is_refused_under_transforms(under):
-    def f(h):
-        return scan_remat(lambda c, x: (c.add_(x), None), h.clone(), XS)[0].sum()
-
-    with pytest.raises(RematError, match="in place"):
-        TRANSFORMS[under](f)
 
 
 def test_a_container_in_the_carry_may_be_written():

@@ -14,10 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat import remat, saved_residuals, scan_remat, while_remat
 from remat.policies import save_everything, save_matmuls
 from remat.schedules import Multilevel, Online, Revolve, Sqrt, advances
-from remat.transforms.offload import to_host
-from remat.transforms.scan import spec
-from remat.transforms.scan.instructions import Store
 from tests.helpers import crossed, sparse
+from tests.scan.inside import Store, spec, to_host
 
 STEPS = 4
 

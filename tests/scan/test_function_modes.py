@@ -11,7 +11,7 @@ from torch.func import grad, jvp, linearize, vjp, vmap
 from torch.overrides import TorchFunctionMode
 
 from remat import remat, scan_remat, while_remat
-from tests.helpers import rand
+from tests.helpers import crossed, rand
 
 SEEN: list[str] = []
 
@@ -40,6 +40,9 @@ def plain(x: Tensor) -> Tensor:
     return x.sin().sin()
 
 
+FUNCTIONS = {"scan": scanned, "numbers": looped, "loop": counted, "region": remat(scanned)}
+
+
 def total(fn: Any) -> Any:
     return lambda x: fn(x).sum()
 
@@ -58,13 +61,10 @@ WAYS = {
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
-@pytest.mark.parametrize(
-    "fn", [scanned, looped, counted, remat(scanned)], ids=["scan", "numbers", "loop", "region"]
-)
-@pytest.mark.parametrize("way", WAYS)
-def test_steps_see_the_default_device(way: str, fn: Any) -> None:
+@pytest.mark.parametrize(("way", "kind"), crossed(WAYS, FUNCTIONS, every=4))
+def test_steps_see_the_default_device(way: str, kind: str) -> None:
     """Torch puts its modes aside around a Function, and what a step makes would be on another device."""
-    x = rand(3, 4)
+    x, fn = rand(3, 4), FUNCTIONS[kind]
     expected = WAYS[way](plain, x)
     for _ in range(2):
         SEEN.clear()
@@ -72,48 +72,6 @@ def test_steps_see_the_default_device(way: str, fn: Any) -> None:
             found = WAYS[way](fn, x)
         assert set(SEEN) == {"meta"}
         torch.testing.assert_close(found, expected)
-
-
-class Doubled(TorchFunctionMode):
-    """Changes what a function of torch gives, and counts how often it is entered."""
-
-    entered = 0
-
-    def __enter__(self) -> Any:
-        self.entered += 1
-        return super().__enter__()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out * 2 if func in (torch.sin, Tensor.sin) else out
-
-
-def regions(x: Tensor) -> Tensor:
-    return remat(step)(remat(step)(x))
-
-
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
-@pytest.mark.parametrize(
-    "fn", [scanned, looped, regions, remat(scanned)], ids=["scan", "loop", "regions", "region"]
-)
-@pytest.mark.parametrize("way", [*WAYS, "forward alone"])
-def test_a_mode_changes_the_steps_as_it_does_without(way: str, fn: Any) -> None:
-    x = rand(3, 4)
-
-    def derivative(fn: Any, mode: Any) -> Tensor:
-        if way != "forward alone":
-            with mode:
-                return WAYS[way](fn, x)
-        y = x.clone().requires_grad_()
-        with mode:
-            out = fn(y).sum()
-        return torch.autograd.grad(out, y)[0]
-
-    expected = derivative(plain, Doubled())
-    for _ in range(2):
-        mode = Doubled()
-        torch.testing.assert_close(derivative(fn, mode), expected)
-        assert mode.entered == 1
 
 
 def test_two_modes_and_a_device_are_in_their_order() -> None:

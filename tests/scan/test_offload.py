@@ -10,9 +10,9 @@ from torch import Tensor
 
 from remat import scan_remat
 from remat.schedules import Revolve
-from remat.transforms.scan.instructions import Restore, Reverse, Store, with_notice
 from tests.helpers import rand, same
 from tests.lanes import Late
+from tests.scan.inside import Restore, Reverse, Store, with_notice
 
 N = 9
 

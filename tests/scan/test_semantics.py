@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import gc
+import sys
 import weakref
 from itertools import starmap
 from typing import Any
@@ -13,18 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import remat._scan.scan
-import remat._scan.stacked_layers
-import remat._scan.while_loop
-from remat import RematError, scan_layers, scan_remat
-from remat import remat as region
-from remat._scan.while_loop import default_slots, while_remat
+from remat import RematError, scan_layers, scan_remat, while_remat
 from remat.layers import stack_params, unstack_params
-from remat.policies import save_matmuls
 from remat.schedules import Online, Revolve, Segmented, Sqrt, advances
-from remat.transforms.scan.instructions import Advance
-from tests.helpers import loop, sparse
+from tests.helpers import crossed, loop, sparse
 from tests.inside import trace_memory
+from tests.scan.inside import Advance, default_slots
 
 
 class Counted:
@@ -39,9 +34,9 @@ class Counted:
         return torch.tanh(self.w * h), None
 
 
-@pytest.mark.parametrize("c", range(1, 13))
+@pytest.mark.parametrize("c", [1, 2, 3, 5, 12])
 def test_body_evaluations_equal_the_formula(c):
-    for n in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 130):
+    for n in (1, 2, 3, 8, 21, 55, 130):
         body = Counted()
         last, _ = scan_remat(body, torch.ones(()), length=n, checkpoints=c)
         assert body.calls == n
@@ -198,7 +193,7 @@ def test_random_numbers_are_the_same_again(checkpoints):
     torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), h))
 
 
-@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("order", [1])
 @pytest.mark.parametrize("randomness", [None, "same", "different"])
 def test_random_numbers_under_functorch(order, randomness):
     def f(h, scan):
@@ -234,28 +229,6 @@ def test_autocast_of_the_forward_holds_in_the_backward():
     assert set(seen) == {torch.bfloat16} and len(seen) == Revolve(1).stats(5).evaluations
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize("policy", [None, save_matmuls])
-def test_with_remat(where, policy):
-    w, h, xs = torch.randn(3, 3, requires_grad=True), torch.randn(3, requires_grad=True), torch.randn(6, 3)
-    options = {} if policy is None else {"policy": policy}
-
-    def body(h, x):
-        h = torch.tanh(h @ w + x)
-        return h, h
-
-    def plain(h):
-        return scan_remat(body, h, xs, checkpoints=2)[1].pow(2).sum()
-
-    def ours(h):
-        if where == "outside":
-            return region(plain, **options)(h)
-        return scan_remat(region(body, **options), h, xs, checkpoints=2)[1].pow(2).sum()
-
-    torch.testing.assert_close(torch.autograd.grad(ours(h), (w, h)), torch.autograd.grad(plain(h), (w, h)))
-    torch.testing.assert_close(torch.func.grad(ours)(h), torch.func.grad(plain)(h))
-
-
 def test_auto_keeps_within_its_budget():
     body = Counted()
     scan_remat(body, torch.ones(100), length=50, checkpoints="auto", budget="4KiB")[0].sum().backward()
@@ -276,72 +249,6 @@ def test_progress():
     end.backward()
     assert [k for phase, k in events if phase == "reverse"] == [3, 2, 1, 0]
     assert len([1 for phase, _ in events if phase == "advance"]) == 3 + 2 + 1
-
-
-class Odd(Exception):
-    pass
-
-
-def fails_at(k):
-    def body(c, x):
-        if x == k:
-            raise Odd("boo")
-        return c, x
-
-    return body
-
-
-H, X = torch.ones(3), torch.arange(5.0)
-BAD = {
-    "shape": (lambda: scan_remat(lambda c, x: (c[:2], x), H, X), TypeError, r"float32\[3\].*float32\[2\]"),
-    "dtype": (
-        lambda: scan_remat(lambda c, x: (c.double(), x), H, X),
-        TypeError,
-        r"float32\[3\].*float64\[3\]",
-    ),
-    "path": (
-        lambda: scan_remat(lambda c, x: ({"a": 1.5}, x), {"a": 1}, X),
-        TypeError,
-        r"\['a'\].*int.*float",
-    ),
-    "structure": (lambda: scan_remat(lambda c, x: ((c, c), x), H, X), TypeError, "structure"),
-    "no pair": (lambda: scan_remat(lambda c, x: c, H, X), TypeError, r"pair \(carry, y\)"),  # type: ignore
-    "numbers as y": (lambda: scan_remat(lambda c, x: (c, {"n": 3}), H, X), TypeError, r"y\['n'\] is int"),
-    "y changes": (lambda: scan_remat(lambda c, x: (c, x[None][: int(x)]), H, X), TypeError, "first"),
-    "writes": (lambda: scan_remat(lambda c, x: (c.add_(1), x), torch.ones(3), X), RematError, "in place"),
-    "xs lengths": (lambda: scan_remat(lambda c, x: (c, None), H, {"a": X, "b": X[:3]}), ValueError, "5.*3"),
-    "length": (
-        lambda: scan_remat(lambda c, x: (c, None), H, X, length=3),
-        ValueError,
-        "xs has 5, length has 3",
-    ),
-    "no length": (lambda: scan_remat(lambda c, x: (c, None), H), ValueError, "length="),
-    "negative": (lambda: scan_remat(lambda c, x: (c, None), H, length=-1), ValueError, "-1"),
-    "xs of numbers": (lambda: scan_remat(lambda c, x: (c, None), H, [1, 2]), TypeError, r"xs\[0\]"),
-    "c < 1": (lambda: scan_remat(lambda c, x: (c, None), H, X, checkpoints=0), ValueError, "got 0"),
-    "auto": (lambda: scan_remat(lambda c, x: (c, None), H, X, checkpoints="auto"), ValueError, "budget"),
-    "budget": (lambda: scan_remat(lambda c, x: (c, None), H, X, budget=3), ValueError, "auto"),
-    "step": (lambda: scan_remat(fails_at(3), H, X), Odd, r"in step 3 of scan_remat\(fails_at"),
-    "loop": (lambda: while_remat(lambda c: True, lambda c: c, H), ValueError, "max_steps"),
-    "loop schedule": (
-        lambda: while_remat(lambda c: True, lambda c: c, H, checkpoints="sqrt"),  # type: ignore
-        ValueError,
-        "Online",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case):
-    call, kind, message = BAD[case]
-    with pytest.raises(kind, match=message):
-        call()
-
-
-def test_more_slots_than_steps_are_accepted():
-    body = Counted()
-    scan_remat(body, torch.ones(()), length=3, checkpoints=1000)[0].backward()
-    assert body.calls == 6
 
 
 class Holder:
@@ -381,8 +288,7 @@ def test_while():
     assert torch.equal(while_remat(lambda x: False, lambda x: x * 2, a, checkpoints=2), a)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 4, 5, 9])
-@pytest.mark.parametrize("checkpoints", [1, 2, None])
+@pytest.mark.parametrize(("steps", "checkpoints"), crossed([0, 1, 4, 5, 9], [1, 2, None]))
 def test_a_loop_that_ends_before_or_at_its_most_steps(steps, checkpoints):
     w = torch.randn(4, dtype=torch.float64)
     options: dict[str, Any] = (
@@ -417,22 +323,6 @@ def test_default_slots_recompute_no_step_twice():
         c = default_slots(n)
         runs = [sum(a.start <= k < a.stop for a in advancing(c, n)) for k in range(n)]
         assert max(runs) <= 1 and (c == 1 or c * (c + 1) // 2 <= n)
-
-
-@pytest.mark.parametrize("options", [{}, {"checkpoints": 2}, {"policy": save_matmuls}], ids=str)
-def test_layers(options):
-    blocks = torch.nn.ModuleList(
-        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(5)
-    )
-    x = torch.randn(2, 4, requires_grad=True)
-    expected = x
-    for block in blocks:
-        expected = block(expected)
-    ours = scan_layers(blocks[0], stack_params(blocks), x, **options)
-    torch.testing.assert_close(ours, expected)
-    targets = (x, *blocks.parameters())
-    found = torch.autograd.grad(ours.sum(), targets)
-    torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), targets))
 
 
 def test_stacking_there_and_back():
@@ -479,8 +369,8 @@ def test_stacking_tied_parameters_and_unsaved_buffers():
 
 
 def test_documented_examples_run():
-    for module in (remat._scan.scan, remat._scan.while_loop, remat._scan.stacked_layers):
-        result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    for public in (scan_remat, while_remat, scan_layers):
+        result = doctest.testmod(sys.modules[public.__module__], optionflags=doctest.NORMALIZE_WHITESPACE)
         assert result.attempted and not result.failed
 
 
@@ -512,18 +402,4 @@ def test_a_step_is_traced_once_whatever_the_length():
             torch.zeros(8)
         ),
         torch.func.grad(lambda s: scan_remat(body, s, torch.ones(5))[0].sum())(torch.zeros(8)),
-    )
-
-
-# Dynamo looks at the .grad of what a graph break hands on, and torch warns of that.
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_inside_torch_compile_the_scan_is_right():
-    w = torch.randn(4, 4, requires_grad=True)
-
-    def f(h):
-        return scan_remat(lambda h, _: (torch.tanh(h @ w), None), h, length=6, checkpoints=2)[0].sum() * 2
-
-    h = torch.ones(4)
-    torch.testing.assert_close(
-        torch.autograd.grad(torch.compile(f, backend="aot_eager")(h), w), torch.autograd.grad(f(h), w)
     )

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from remat import remat, scan_remat
 from remat.policies import save_everything, save_matmuls, save_nothing
 from remat.schedules import Multilevel, Revolve, Segmented
-from tests.helpers import loop, sparse
+from tests.helpers import crossed, loop
 
 SCHEDULES = ["all", "sqrt", 1, 2, 3, 50, Segmented(2), Segmented(3, Revolve(2)), Multilevel(device=1, host=1)]
 N, D = 7, 3
@@ -89,18 +89,19 @@ COMPOSITIONS: dict[str, Callable[[Callable[..., Any], tuple[torch.Tensor, ...]],
 }
 
 
-@pytest.mark.parametrize("model", [rnn, nested, mapped])
-@pytest.mark.parametrize("checkpoints", sparse([2, "sqrt"], 2))
-@pytest.mark.parametrize("composition", COMPOSITIONS)
+@pytest.mark.parametrize(
+    ("composition", "model", "checkpoints"), crossed(COMPOSITIONS, [rnn, nested, mapped], [2, "sqrt"])
+)
 def test_composition(composition, model, checkpoints, args):
     transform = COMPOSITIONS[composition]
     found = transform(model(with_schedule(checkpoints)), args)
     torch.testing.assert_close(found, transform(model(loop), args))
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("policy", sparse([save_matmuls, save_nothing, save_everything]), ids=repr)
-@pytest.mark.parametrize("checkpoints", SCHEDULES, ids=repr)
+@pytest.mark.parametrize(
+    ("checkpoints", "policy", "reverse"),
+    crossed(SCHEDULES, [save_matmuls, save_nothing, save_everything], [False, True]),
+)
 def test_backward(checkpoints, policy, reverse, args):
     args = tuple(a.requires_grad_() for a in args)
 
@@ -111,43 +112,6 @@ def test_backward(checkpoints, policy, reverse, args):
     expected = torch.autograd.grad(rnn(reference)(*args), args)
     torch.testing.assert_close(torch.autograd.grad(ours(*args), args), expected)
     torch.testing.assert_close(grad(ours, argnums=ALL)(*args), expected)
-
-
-@pytest.mark.parametrize("checkpoints", ["all", 2], ids=repr)
-def test_double_and_repeated_backward(checkpoints, args):
-    args = tuple(a.requires_grad_() for a in args)
-
-    def second(f):
-        first = torch.autograd.grad(f(*args), args, create_graph=True)
-        return torch.autograd.grad(torch.stack([(g**2).sum() for g in first]).sum(), args)
-
-    ours = rnn(with_schedule(checkpoints))
-    torch.testing.assert_close(second(ours), second(rnn(loop)))
-    value = ours(*args)
-    once = torch.autograd.grad(value, args, retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(once, torch.autograd.grad(value, args), strict=True))
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(value, args)
-
-
-def test_gradcheck(args):
-    args = tuple(a[:4].requires_grad_() for a in args)
-    ours = rnn(with_schedule(2))
-    assert torch.autograd.gradcheck(ours, args) and torch.autograd.gradgradcheck(ours, args)
-
-
-def test_batched_cotangents_of_plain_autograd(args):
-    w, h, xs = (a.requires_grad_() for a in args)
-
-    def last(scan):
-        return scan(lambda h, x: (torch.tanh(h @ w + x), None if scan is not loop else x), h, xs)[0]
-
-    eye = torch.eye(D, dtype=torch.float64)
-    ours, expected = (
-        torch.autograd.grad(last(scan), (w, h, xs), eye, is_grads_batched=True)
-        for scan in (with_schedule(2), loop)
-    )
-    torch.testing.assert_close(ours, expected)
 
 
 def test_batched_cotangents_of_a_step_that_draws(args):
@@ -201,22 +165,6 @@ def test_modules_and_functional_call(checkpoints, args):
     torch.testing.assert_close(plain, tuple(wanted.values()))
 
 
-def test_captured_tensors_that_depend_on_each_other(args):
-    w, h, xs = (a.requires_grad_() for a in args)
-    twice = w * 2
-
-    def body(h, x):
-        return torch.tanh(h @ twice + x @ w), h
-
-    ours, expected = (
-        torch.autograd.grad(
-            torch.cat([o.flatten() for o in scan(body, h, xs)]).sum(), (w, h, xs), retain_graph=True
-        )
-        for scan in (with_schedule(2), loop)
-    )
-    torch.testing.assert_close(ours, expected)
-
-
 def test_hooks_of_captured_parameters_run_once(args):
     w, h, xs = args
     w.requires_grad_()
@@ -262,8 +210,9 @@ def test_jacobian_of_one_number_through_a_region(checkpoints):
     torch.testing.assert_close(hessian(lambda w: region(w).sum())(w), hessian(looped)(w))
 
 
-@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 1])
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls, save_everything])
+@pytest.mark.parametrize(
+    ("policy", "checkpoints"), crossed([save_nothing, save_matmuls, save_everything], ["all", "sqrt", 1])
+)
 def test_region_around_a_scan_that_captures_what_is_not_differentiated(policy, checkpoints):
     """No operand of the scan, so that nobody hears of it, and yet its steps read it again."""
     w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
@@ -283,8 +232,7 @@ def test_region_around_a_scan_that_captures_what_is_not_differentiated(policy, c
         torch.testing.assert_close(transform(w, x), expected)
 
 
-@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 1])
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+@pytest.mark.parametrize(("policy", "checkpoints"), crossed([save_nothing, save_matmuls], ["all", "sqrt", 1]))
 def test_levels_that_differentiate_different_operands_of_a_region_around_a_scan(policy, checkpoints):
     w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
 

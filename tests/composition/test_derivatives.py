@@ -1,0 +1,227 @@
+"""What single transforms ask of a region beside right numbers; the bank's programs run in every way."""
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.func import grad, jacfwd, jacrev, vmap
+
+from remat import remat, save_everything, save_matmuls, save_nothing
+from tests.helpers import (
+    FEW,
+    POLICIES,
+    OpCounter,
+    batched,
+    gradients,
+    jvp,
+    leaves_of,
+    nan_where_nobody_wrote,
+    rand,
+    same,
+)  # fmt: skip
+
+
+def test_second_backward_without_retained_graph_is_refused_as_by_torch():
+    x = rand(3, 3).requires_grad_()
+    loss = remat(lambda x: (x.sin() * x.cos()).sum())(x)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("policy", FEW)
+@pytest.mark.parametrize("enter_inside", [False, True])
+def test_weight_used_twice_under_autocast(policy, enter_inside):
+    """Autocast's cache makes both uses one cast, in which the gradients add up in bfloat16."""
+
+    def region(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.tanh(torch.tanh(x @ w) @ w)
+
+    def run(wrap):
+        x, w = leaves_of((rand(3, 4, dtype=torch.float32), rand(4, 4, dtype=torch.float32)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=not enter_inside):
+            out = wrap(region)(x, w)
+        return out, torch.autograd.grad(out.float().square().sum(), (x, w))
+
+    same(run(lambda f: remat(f, policy=POLICIES[policy])), run(lambda f: f))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_third_order(policy):
+    def run(fn):
+        x = rand(3).requires_grad_()
+        y = fn(x).sum()
+        for _ in range(3):
+            (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y
+
+    torch.testing.assert_close(run(remat(torch.sin, policy=POLICIES[policy])), -rand(3).cos())
+
+
+@pytest.mark.parametrize("policy", FEW)
+def test_gradcheck(policy):
+    fn = remat(lambda x, w: torch.tanh(torch.sin(x @ w) @ w), policy=POLICIES[policy])
+    args = (rand(2, 2).requires_grad_(), rand(2, 2, seed=1).requires_grad_())
+    assert torch.autograd.gradcheck(fn, args)
+    assert torch.autograd.gradgradcheck(fn, args)
+
+
+@pytest.mark.parametrize("policy", FEW)
+def test_reverse_over_forward_and_the_other_orders(policy):
+    def plain(x):
+        return (torch.sin(x @ x) * x).sum()
+
+    region, x = remat(plain, policy=POLICIES[policy]), rand(3, 3)
+    for outer in (jacfwd, jacrev):
+        for inner in (jacfwd, jacrev):
+            same(outer(inner(region))(x), outer(inner(plain))(x))
+
+
+def test_chunked_jacrev():
+    def plain(x):
+        return torch.exp(x).cumsum(0)
+
+    same(jacrev(remat(plain), chunk_size=2)(rand(5)), jacrev(plain)(rand(5)))
+    same(torch.autograd.functional.jacobian(remat(plain), rand(5)), jacrev(plain)(rand(5)))
+
+
+# -- forward mode ------------------------------------------------------------------------------------------
+
+
+def test_jvp_of_jvp():
+    def twice(fn):
+        return jvp(lambda x: jvp(fn, (x,), (x,))[1], (rand(3),), (rand(3, seed=1),))
+
+    same(twice(remat(lambda x: (x.sin() * x).exp())), twice(lambda x: (x.sin() * x).exp()))
+
+
+def test_forward_mode_evaluates_the_region_once():
+    with OpCounter() as ops:
+        jvp(remat(lambda x: x.exp().sinh()), (rand(3),), (rand(3),))
+    assert ops["exp"] == 1 and ops["sinh"] == 1
+
+
+HALVES = {
+    "inner region": lambda wrap: lambda a: halves(wrap(torch.sin)(a)),
+    "dual number": lambda _: lambda a: (a.sin(), forward_ad.unpack_dual(a.sin()).primal),
+    "its primal": lambda _: lambda a: (lambda v: (v, forward_ad.unpack_dual(v).primal))(a.sin()),
+}
+
+
+def halves(v):
+    return v[:, :2], v[:, 2:]
+
+
+def in_plain_forward_mode(fn, x):
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(fn(forward_ad.make_dual(x, x.cos()))).tangent
+        assert out is not None
+        return out.clone()
+
+
+PUSHES = {
+    "jvp": lambda fn, x: jvp(fn, (x,), (x.cos(),))[1],
+    "jacfwd": lambda fn, x: jacfwd(fn)(x),
+    "plain": in_plain_forward_mode,
+    "jvp_grad": lambda fn, x: jvp(grad(fn), (x,), (x.cos(),))[1],
+}
+
+
+@pytest.mark.parametrize("case", HALVES)
+@pytest.mark.parametrize("way", PUSHES)
+def test_results_that_look_into_one_dual_number(case, way):
+    """A dual number is a view of its primal: that has no tangent to make results of."""
+
+    def total(wrap):
+        region = wrap(HALVES[case](wrap))
+        return lambda x: sum((k + 2) * part.sin().sum() for k, part in enumerate(region(x * 2)))
+
+    x = rand(3, 4)
+    same(PUSHES[way](total(remat), x), PUSHES[way](total(lambda fn: fn), x))
+
+
+# -- vmap --------------------------------------------------------------------------------------------------
+
+
+def differentiated(fn, args, **options):
+    """vmap alone over leaves: without any the function would run as it is, and be compared with itself."""
+    leaves = leaves_of(args)
+    outputs = vmap(fn, **options)(*leaves)
+    return outputs, gradients(outputs, leaves, materialize_grads=True)
+
+
+def test_where_nothing_is_differentiated_the_function_runs_as_it_is():
+    given, seen = [], []
+
+    def outer(x):
+        given.append(x)
+        return remat(lambda x: seen.append(x) or x.sin())(x)
+
+    same(vmap(outer)(rand(3, 2)), rand(3, 2).sin(), 0.0)
+    assert len(seen) == 1 and seen[0] is given[0]
+
+
+@pytest.mark.parametrize("policy", FEW)
+def test_other_axes(policy):
+    def region(x, w):
+        return torch.tanh(x @ w), (x * w).sum(0)
+
+    args = rand(3, 4, 3), rand(3, 3, 4)
+    axes = {"in_dims": (1, 2), "out_dims": (1, 0)}
+    expected = differentiated(region, args, **axes)
+    same(differentiated(remat(region, policy=POLICIES[policy]), args, **axes), expected)
+
+
+def test_outputs_that_do_not_depend_on_the_batch():
+    def region(x):
+        return x.sin(), torch.ones(2)
+
+    same(differentiated(remat(region), (rand(3, 2),)), differentiated(region, (rand(3, 2),)))
+
+
+def test_a_captured_tensor_that_the_search_misses_is_still_differentiated():
+    hidden = {}
+
+    class Opaque:
+        __slots__ = ("key",)
+
+        def __init__(self, key):
+            self.key = key
+
+        def get(self):
+            return hidden[self.key]
+
+    w = hidden["w"] = torch.ones(2, requires_grad=True)
+    holder, x = Opaque("w"), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    vmap(remat(lambda x: (x * holder.get()).sin()))(x).sum().backward()
+    torch.testing.assert_close(w.grad, x.cos().mul(x).sum(0))
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls, save_everything], ids=repr)
+@pytest.mark.parametrize("read", [0, 1])
+def test_results_that_nobody_differentiates(read, policy):
+    """What only they need is not recomputed, and no zero is multiplied by it."""
+
+    def block(w, a, b):
+        return b.sin(), (a @ w).tanh().exp()
+
+    args = rand(2, 3, 3), rand(2, 3), rand(2, 3, seed=1)
+    for transform in (vmap, lambda f: vmap(vmap(f))):
+        loss = lambda fn: grad(lambda *ts: fn(*ts)[read].sum(), (0, 1, 2))  # noqa: E731
+        lanes = args if transform is vmap else batched(args)
+        with nan_where_nobody_wrote():
+            for _ in range(2):
+                same(transform(loss(remat(block, policy=policy)))(*lanes), transform(loss(block))(*lanes))
+
+
+def test_a_tensor_passed_with_and_without_a_derivative():
+    """Below the levels both are one tensor; only what counts for nothing is differentiated."""
+
+    def region(a, b):
+        q = b[None, None]
+        return torch.nn.functional.scaled_dot_product_attention(q, q.sin(), q)[0, 0]
+
+    def run(f):
+        return vmap(lambda x: grad(lambda a: f(a, x).sum())(x))(rand(5, 3, 4))
+
+    same(run(remat(region)), run(region))
