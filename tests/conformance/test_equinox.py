@@ -15,7 +15,8 @@ from torch.func import grad, grad_and_value, jacrev, jvp, vmap
 
 from remat import remat, scan_remat, while_remat
 from tests.conformance.equinoxs import SIZE, Problem, put, total
-from tests.helpers import sparse, vjp
+from tests.conformance.rows import row
+from tests.helpers import vjp
 from tests.scan.test_schedules import GOLDEN
 
 
@@ -29,6 +30,7 @@ def problem():
     return Problem()
 
 
+@row("pass", "`kind` and `buffers` have no counterpart")
 @pytest.mark.parametrize("checkpoints", [1, 9])
 def test_notangent_forward(problem, checkpoints):
     with torch.no_grad():
@@ -36,6 +38,7 @@ def test_notangent_forward(problem, checkpoints):
     torch.testing.assert_close(got, problem.plain(*problem.args, 5))
 
 
+@row("pass", "`jvp`")
 def test_forward(problem):
     inputs = problem.val1, problem.val2
     tangents = tuple(torch.ones_like(t) for t in inputs)
@@ -43,9 +46,14 @@ def test_forward(problem):
     torch.testing.assert_close(run(problem.run, checkpoints=9), run(problem.plain))
 
 
+@row(
+    "pass",
+    "17 schedules, every second of known length: values, gradients, and each step that the backward "
+    "evaluates, in order",
+)
 @pytest.mark.parametrize(
     ("with_max_steps", "checkpoints", "steps", "golden"),
-    sparse([pytest.param(known, *g) for g in GOLDEN for known in (True, False)]),
+    [pytest.param(i % 2 == 0, *g) for i, g in enumerate(GOLDEN)],
 )
 def test_backward_checkpointed(problem, with_max_steps, checkpoints, steps, golden):
     """The steps that the backward evaluates, in their order: Stumm and Walther's, then Wang and Moin's."""
@@ -64,6 +72,7 @@ def test_backward_checkpointed(problem, with_max_steps, checkpoints, steps, gold
     assert order == [*range(steps), *map(int, golden.split(","))]
 
 
+@row("pass", "by `max_steps` alone")
 def test_backward_bounded(problem):
     """By the most steps alone."""
     got = grad(lambda *args: total(problem.run(*args, 14, max_steps_only=True)), (0, 1, 2))(*problem.args)
@@ -71,6 +80,8 @@ def test_backward_bounded(problem):
     torch.testing.assert_close(got, expected)
 
 
+@row("pass", name="test_vmap_primal_unbatched_cond")
+@row("pass", "each example stops by itself", name="test_vmap_primal_batched_cond")
 @pytest.mark.parametrize("cond", ["unbatched", pytest.param("batched", marks=pytest.mark.slow)])
 def test_vmap_primal(problem, cond):
     """Under a condition that is one for all, and one that each example has."""
@@ -86,12 +97,14 @@ def test_vmap_primal(problem, cond):
     torch.testing.assert_close(batched(problem.run, checkpoints=4), batched(problem.plain))
 
 
+@row("pass", "`jacrev`")
 def test_vmap_cotangent(problem):
     run = lambda f, **options: jacrev(lambda v, p: f(v, problem.val2, p, 6, **options), (0, 1))  # noqa: E731
     args = problem.val1, problem.params
     torch.testing.assert_close(run(problem.run, checkpoints=4)(*args), run(problem.plain)(*args))
 
 
+@row("adapted", "evaluations are counted, no clock")
 def test_speed_grad_checkpointed_while():
     """By evaluations, not by the clock: with a checkpoint for two steps each runs 3 times at most."""
     for checkpoints in (20, 40):
@@ -107,6 +120,7 @@ def test_speed_grad_checkpointed_while():
         assert 2 * steps <= len(runs) <= 3 * steps
 
 
+@row("pass", "two loops deep, per example, with and without reading what was written")
 @pytest.mark.parametrize("read", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nested_loops(read):
     """How diffrax saves at given times: a loop over intervals, in it one over steps, each example its own."""
@@ -166,8 +180,8 @@ def test_zero_buffer():
     assert grad(lambda x: loop(x).sum())(empty).shape == empty.shape
 
 
+@row("adapted", "gradients of every result by every carry, in place of which are zero by structure")
 def test_symbolic_zero():
-    """Values that change places, one cut off, integers: as a plain loop differentiates them."""
 
     def body(carry):
         a, b, c, d, e, f = carry
@@ -190,11 +204,13 @@ def test_symbolic_zero():
         torch.testing.assert_close(got, expected)
 
 
+@row("pass", "a loop over a number")
 def test_disable_jit():
     """A loop over a number alone."""
     assert while_remat(lambda c: True, lambda c: 5, 3, max_steps=3) == 5
 
 
+@row("pass", "with its gradient")
 def test_buffer_index():
     def body(carry):
         return torch.cat([carry[:, :1], torch.zeros(3, 4)], 1)
@@ -233,6 +249,7 @@ def test_nondifferentiable_body1():
     torch.testing.assert_close(got, expected)
 
 
+@row("adapted", "gradients, in place of what equinox prints")
 def test_nondifferentiable_body2():
     """What has a derivative takes several steps to find out; the last one's is dropped in the body."""
 
@@ -249,9 +266,9 @@ def test_nondifferentiable_body2():
     assert grad(f, (0, 1, 2, 3))(*ones) == (3.0, 1.0, 0.0, 0.0)
 
 
+@row("adapted", "the same; plain autograd and `torch.func`")
 @pytest.mark.parametrize("by", ["backward", "grad"])
 def test_body_fun_grads(by):
-    """A carry that needs a derivative only for what the body reads from outside."""
 
     def f(x, y):
         return total(
@@ -266,8 +283,8 @@ def test_body_fun_grads(by):
     torch.testing.assert_close(got, (torch.tensor(3 * 1.5**2), torch.tensor(1.0)))
 
 
+@row("adapted", "no gradient; equinox evaluates no step for it, this library does")
 def test_trivial_vjp():
-    """A result that depends on nothing. equinox evaluates no step for it; here they are."""
 
     def f(x):
         return while_remat(lambda c: True, lambda c: c, (x, torch.tensor(0.0)), max_steps=3)[1]
@@ -277,9 +294,9 @@ def test_trivial_vjp():
     assert torch.autograd.grad(f(x), x, allow_unused=True) == (None,)
 
 
+@row("adapted", "an integer carry")
 @pytest.mark.parametrize("pred", [True, False])
 def test_buffer_at_set(pred):
-    """An integer carry, written to under a condition."""
     body = lambda c: torch.where(torch.tensor(pred), put(c, 0, 1), c)  # noqa: E731
     out = while_remat(lambda c: True, body, torch.tensor([0]), max_steps=1)
     assert torch.equal(out, torch.tensor([int(pred)]))
@@ -296,6 +313,10 @@ class Carry(NamedTuple):
     unperturbed_buffer: torch.Tensor
 
 
+@row(
+    "adapted",
+    "no gradient where there is none. A float that none reaches says `requires_grad` nevertheless",
+)
 def test_unperturbed_output():
     """What has no derivative comes out with none, or with zero; what gets one in the loop has it."""
 
@@ -353,6 +374,7 @@ def test_scan(length, by_vjp):
         torch.testing.assert_close(got, expected)
 
 
+@row("pass", "bitwise")
 def test_checkpoint():
     """filter_checkpoint of a module is a region of it; the gradients are its own."""
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from torch.func import grad, vmap
 from remat import RematError, remat
 from remat.interop.jax import checkpoint
 from tests.conformance.counting import COMPILES
+from tests.conformance.rows import jax
 from tests.helpers import OpCounter, rand, vjp
 
 X = rand(3)
@@ -40,16 +41,18 @@ def check_calls(static):
     assert len(calls) == 50
 
 
+@jax(5, "adapted", "one call without derivatives, two with; compiled once in 20 calls")
 def test_remat_retracing():
     check_calls(())
 
 
+@jax(6, "adapted", "the same with a static argument")
 def test_remat_static_agnums_retracing():
     check_calls((1,))
 
 
+@jax(24, "adapted", "without derivatives a region adds no op, nor a fence to the graph")
 def test_no_cse_widget_on_primals():
-    """Where nothing is differentiated a region costs no op of its own."""
     region = remat(lambda x: (sin_sin(x), 3.0))
     with torch.no_grad(), OpCounter() as ops:
         region(X.clone().requires_grad_())
@@ -74,6 +77,7 @@ def check_pulls(static):
     assert all(torch.equal(r, results[0]) for r in results)
 
 
+@jax(47, "adapted", "20 pulls, 20 recomputations and no other call; `torch.func.linearize` of a region")
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 def test_linearize_caching():
     """torch's linearize folds the forward away, in regions too: JAX's `f_lin` is the pull-back transposed."""
@@ -87,10 +91,12 @@ def test_linearize_caching():
     torch.testing.assert_close(pushes, [torch.cos(torch.sin(X)) * torch.cos(X)] * 20)
 
 
+@jax(48, "adapted", "the same")
 def test_vjp_caching():
     check_pulls(())
 
 
+@jax(49, "adapted", "the same with a static argument")
 def test_vjp_caching_static_argnums():
     check_pulls((1,))
 
@@ -108,10 +114,12 @@ def check_forwards(static):
     assert len(calls) == 20
 
 
+@jax(50, "adapted", "20 forwards, 20 calls; compiled once")
 def test_fwd_caching():
     check_forwards(())
 
 
+@jax(51, "adapted", "the same with a static argument")
 def test_fwd_caching_static_argnums():
     check_forwards((1,))
 
@@ -130,10 +138,12 @@ def check_concreteness_error(static):
     assert "if x > 0" in "".join(traceback.format_exception(caught.value))
 
 
+@jax(74, "adapted", "the error of an `if` under vmap shows the user's line")
 def test_concreteness_error_includes_user_code():
     check_concreteness_error(())
 
 
+@jax(75, "adapted", "the same")
 def test_concreteness_error_includes_user_code_with_static_argnums():
     check_concreteness_error((1,))
 
@@ -175,19 +185,28 @@ def check_fences(step, ws, x):
     assert len(fenced) == 2 and given in fenced and not set(fenced) & set(weights)
 
 
+@jax(25, "adapted", "`jax_names.checkpoint` takes the switch; it has no effect: see 24")
 def test_no_cse_widget_with_prevent_cse_false():
     check_prevent_cse(False)
 
 
+@jax(
+    77,
+    "adapted",
+    "the switch has no effect; of its own the compiled graph has a fence around each activation, and "
+    "none around a weight",
+)
 @COMPILES
 def test_remat_partial_cse_prevention():
     check_fences(*check_prevent_cse((False, True)))
 
 
+@jax(78, "adapted", "it does not crash")
 def test_remat_partial_cse_prevention_all_false():
     check_prevent_cse((False, False))
 
 
+@jax(79, "adapted", "the same as 77, through a dict")
 @COMPILES
 @pytest.mark.slow
 def test_remat_partial_cse_prevention_pytree():

@@ -20,6 +20,7 @@ from tests.conformance.counting import (
     sines,
     smooth_sin,
 )
+from tests.conformance.rows import jax
 from tests.conformance.test_jax_policies import Sine, Sum
 from tests.helpers import OpCounter, forget, rand
 
@@ -47,6 +48,7 @@ def three_dots(x, w):
 # -- scan ---------------------------------------------------------------------------------------------
 
 
+@jax(12, "pass", "value, gradient, 3 cos for 3 steps; three schedules")
 @BACKWARDS
 @pytest.mark.parametrize("checkpoints", ["all", "sqrt", 2])
 def test_remat_scan(ops_of, checkpoints):
@@ -64,6 +66,7 @@ def test_remat_scan(ops_of, checkpoints):
     assert ops_of(f, X)["cos"] == 3
 
 
+@jax(15, "pass", "a step whose y has no derivative")
 def test_remat_symbolic_zeros():
     """A step whose y has no derivative."""
 
@@ -76,6 +79,7 @@ def test_remat_symbolic_zeros():
     torch.testing.assert_close(grad(f)(d), rand(5, 3)[0, 0] * 0.002 * (1 + 0.001 * d))
 
 
+@jax(17, "pass", "default arguments inside a loop")
 def test_remat_nontrivial_env():
     """Default arguments, and captured settings, of a region inside a loop."""
 
@@ -95,6 +99,7 @@ def test_remat_nontrivial_env():
     torch.testing.assert_close(grad(loss)(u0, torch.zeros_like(u0), 10, dt), 2 * u0 / u0.numel())
 
 
+@jax(19, "pass", "a region around a scan of length 1")
 def test_remat_scan2():
     def scanned(x, _):
         return scan(lambda x, _: (x + 1, None), x, length=1)[0], None
@@ -103,6 +108,11 @@ def test_remat_scan2():
     torch.testing.assert_close(grad(lambda x: remat(scanned)(x, None)[0])(one), one)
 
 
+@jax(
+    32,
+    "pass",
+    "2 sin, 3 cos, 6 dots a step (by the weight alone one less in all: the first carry is a constant)",
+)
 @BACKWARDS
 @pytest.mark.parametrize("form", ["policy of the scan", "loop of regions"])
 def test_remat_checkpoint_dots_inside_scan(ops_of, form):
@@ -132,6 +142,12 @@ def looped(w, x=ROW):
     return x
 
 
+@jax(
+    59,
+    "pass",
+    "a Python loop and `scan_remat`: 3 sin, 3 cos, 6 dots a step (the last sine of all is dead, and "
+    "not computed)",
+)
 @BACKWARDS
 @pytest.mark.parametrize(
     "loop",
@@ -161,6 +177,7 @@ def check_twice(fn):
     check_grads(fn, torch.tensor(3.0), forward=False)
 
 
+@jax(52, "pass", "order 2 of all results; sines and cosines of all three steps in the backward")
 @BACKWARDS
 @pytest.mark.parametrize("checkpoints", ["all", "sqrt", 2])
 def test_remat_of_scan(ops_of, checkpoints):
@@ -170,6 +187,7 @@ def test_remat_of_scan(ops_of, checkpoints):
     check_twice(remat(lambda x: pair_of_sines(smooth_sin, x, checkpoints=checkpoints)))
 
 
+@jax(53, "pass")
 def test_remat_of_scan_unused_extensive_output_grad():
     def step(c, a):
         b = torch.sin(a).sum() + torch.sin(c).sum()
@@ -186,6 +204,7 @@ def test_remat_of_scan_unused_extensive_output_grad():
     torch.testing.assert_close(got, grad(plain, (0, 1))(c, rows))
 
 
+@jax(60, "pass", "given to `scan_remat` and around it: neither sin nor cos; order 2 of all results")
 @BACKWARDS
 @pytest.mark.parametrize("around", [False, True])
 def test_remat_of_scan_policy(ops_of, around):
@@ -200,6 +219,7 @@ def test_remat_of_scan_policy(ops_of, around):
     check_twice(of(smooth_sin))
 
 
+@jax(56, "pass", "2 copies a step more than when kept, none recomputed")
 def test_remat_offload_names_of_scan_jaxpr():
     """What the steps offload is as much, and of the same numbers, as what they would keep."""
 
@@ -246,11 +266,15 @@ class Scaled(torch.autograd.Function):
         return g * torch.arange(3.0, dtype=g.dtype)
 
 
+@jax(58, "adapted", "a rule that makes a constant, in a scan")
 def test_const_in_jvp_scan():
     region = remat(lambda x: scan(lambda c, _: (Scaled.apply(c), None), x, length=1)[0].sum())
     torch.testing.assert_close(grad(region)(X), torch.arange(3.0).double())
 
 
+@jax(33)
+@jax(34)
+@jax(36)
 @pytest.mark.parametrize("order", ["scan of regions", "region of scan"])
 def test_remat_custom_rules_in_scan(order):
     """The second halves of JAX's custom_jvp_policy, custom_vjp_policy and custom_jvp_linear_policy."""
@@ -275,6 +299,12 @@ def branch(f, x):
 # -- cond ---------------------------------------------------------------------------------------------
 
 
+@jax(
+    63,
+    "adapted",
+    "Python's `if`, and `torch.cond`, which runs as one: no sin where its value is the result, one "
+    "where it is read",
+)
 @BACKWARDS
 def test_remat_of_cond(ops_of):
     def both(x):
@@ -306,6 +336,7 @@ def test_remat_of_torch_cond(transform):
         torch.testing.assert_close(got, expected)
 
 
+@jax(64, "adapted")
 def test_const_in_jvp_cond():
     region = remat(lambda x: (Scaled.apply(x) if x.sum() > 0 else x).sum())
     torch.testing.assert_close(grad(region)(POSITIVE), torch.arange(3.0).double())
@@ -318,18 +349,21 @@ def check_dots_and_cond(ops_of, f):
     check_grads(f, W)
 
 
+@jax(65, "adapted", "2 sin, 3 cos, 5 dots, with an `if`")
 @BACKWARDS
 def test_remat_checkpoint_dots_inside_cond(ops_of):
     inside = remat(lambda w: three_dots(ROW, w), policy=save_matmuls)
     check_dots_and_cond(ops_of, lambda w: inside(w) if ROW.sum() > -torch.inf else ROW)
 
 
+@jax(66, "adapted", "the same")
 @BACKWARDS
 def test_remat_checkpoint_dots_outside_cond(ops_of):
     chosen = lambda w: three_dots(ROW, w) if ROW.sum() > -torch.inf else ROW  # noqa: E731
     check_dots_and_cond(ops_of, remat(chosen, policy=save_matmuls))
 
 
+@jax(67, "adapted", "neither sin nor cos")
 @BACKWARDS
 def test_remat_of_cond_policy(ops_of):
     f = remat(lambda x: branch(jax_sin, x), policy=save_cos)

@@ -12,6 +12,7 @@ from remat import remat, save_matmuls, save_nothing, save_ops, saved_residuals
 from remat import save_unbatched_matmuls as save_unbatched
 from remat.interop.jax import checkpoint, checkpoint_name, checkpoint_policies
 from tests.conformance.counting import BACKWARDS, check_grads, jax_cos, jax_sin, residuals, save_cos, sines
+from tests.conformance.rows import jax
 from tests.helpers import OpCounter, leaves_of, rand
 
 aten = torch.ops.aten
@@ -24,6 +25,13 @@ def sin_sin(x):
     return torch.sin(torch.sin(x))
 
 
+@jax(
+    26,
+    "pass",
+    "neither sin nor cos, both, cos alone in the backward; with `torch.sin` 0, 1, 0 sin and its 2 "
+    "cos; order 2",
+    name="remat_custom_policy (3)",
+)
 @BACKWARDS
 @pytest.mark.parametrize(
     ("policy", "counts"),
@@ -47,6 +55,7 @@ def test_remat_custom_policy(ops_of, policy, counts):
     check_grads(region, X)
 
 
+@jax(27, "pass", "a callable that goes by the op's name: neither sin nor cos")
 @BACKWARDS
 def test_remat_custom_policy_save_cos(ops_of):
     """Policies that go by the op's name."""
@@ -73,6 +82,7 @@ def check_three_dots(ops_of, policy, equation, shape, dots):
     check_grads(f, rand(*shape))
 
 
+@jax(28, "pass", "2 sin, 6 dots; order 2, both modes")
 @BACKWARDS
 def test_remat_checkpoint_dots(ops_of):
     check_three_dots(ops_of, checkpoint_policies.checkpoint_dots, "ij,jk->ik", (2, 2), 6)
@@ -82,11 +92,13 @@ def test_remat_checkpoint_dots(ops_of):
 unbatched_dots = checkpoint_policies.checkpoint_dots_with_no_batch_dims
 
 
+@jax(29, "pass", "2 sin, 6 dots")
 @BACKWARDS
 def test_remat_checkpoint_dots_with_no_batch_dims(ops_of):
     check_three_dots(ops_of, unbatched_dots, "ij,jk->ik", (2, 2), 6)
 
 
+@jax(30, "pass", "2 sin, 9 dots")
 @BACKWARDS
 def test_remat_checkpoint_dots_with_no_batch_dims2(ops_of):
     check_three_dots(ops_of, unbatched_dots, "nij,njk->nik", (3, 2, 2), 9)
@@ -115,6 +127,7 @@ class Sine(torch.autograd.Function):
         return t * torch.cos(ctx.saved_tensors[0])
 
 
+@jax(33, "adapted", "`autograd.Function` with both rules: 2 sin, 6 dots; in a scan")
 @BACKWARDS
 def test_remat_custom_jvp_policy(ops_of):
     def f(x):
@@ -128,9 +141,9 @@ def test_remat_custom_jvp_policy(ops_of):
     check_grads(region, rand(2, 2))
 
 
+@jax(34, "adapted", "the same with two dots each: 12 dots")
 @BACKWARDS
 def test_remat_custom_vjp_policy(ops_of):
-    """The rule's own residual is its argument; the policy sees the ops inside the rule."""
 
     def f(x):
         for _ in range(3):
@@ -142,6 +155,7 @@ def test_remat_custom_vjp_policy(ops_of):
     check_grads(remat(f, policy=save_matmuls), rand(2, 2), forward=False)
 
 
+@jax(35, "pass", "grad inside a region, one result unused")
 @pytest.mark.parametrize("policy", [save_matmuls, save_nothing])
 def test_remat_dropvar_policy(policy):
     """grad inside a region, of a function one of whose results is not used."""
@@ -169,12 +183,14 @@ class Sum(torch.autograd.Function):
         return t.sum(0)
 
 
+@jax(36, "adapted", "a linear `autograd.Function` keeps nothing; in a scan")
 def test_remat_custom_jvp_linear_policy():
     region = remat(lambda x: Sum.apply(x), policy=save_matmuls)
     check_grads(region, X)
     assert residuals(region, X) == []
 
 
+@jax(37, "pass", "0, 0, 1 residuals")
 @pytest.mark.parametrize(
     ("fn", "count"),
     [
@@ -195,10 +211,12 @@ def check_saveable(name):
     assert len(found) == 2 and "from the argument x" in found[0] and "named 'foo'" in found[1]
 
 
+@jax(38, "pass", "second residual \"named 'foo'\"")
 def test_name_saveable_input():
     check_saveable(lambda y: checkpoint_name(y, "foo"))
 
 
+@jax(39, "pass", "the same through a dict")
 def test_name_pytree():
     check_saveable(lambda y: checkpoint_name({"a": y}, "foo")["a"])
 
@@ -209,18 +227,21 @@ def constants(x):
     return (((x * y) * z) * w) * torch.mul(two, 2.0)
 
 
+@jax(40, "pass", "0, 1, 2, 3 residuals")
 @pytest.mark.parametrize("names", ["", "w", "zw", "yzw"])
 def test_name_denylist(names):
     policy = checkpoint_policies.save_any_names_but_these(*names)
     assert len(saved_residuals(remat(constants, policy=policy), SCALAR)) == 3 - len(names)
 
 
+@jax(41, "pass", "3, 2, 1, 0 residuals")
 @pytest.mark.parametrize("names", ["", "w", "zw", "yzw"])
 def test_name_allowlist(names):
     policy = checkpoint_policies.save_only_these_names(*names)
     assert len(saved_residuals(remat(constants, policy=policy), SCALAR)) == len(names)
 
 
+@jax(42, "pass", "value and gradient")
 def test_checkpoint_name_vmap():
     def f(x):
         return checkpoint_name(x * 2.0, "y") + 1.0
@@ -231,6 +252,7 @@ def test_checkpoint_name_vmap():
     torch.testing.assert_close(grad(lambda a: batched(a).sum())(x), torch.full_like(x, 2.0))
 
 
+@jax(43, "pass", "6 entries; arguments first, then captured values, then ops in their order")
 def test_saved_residuals_utility():
     three, weights = torch.tensor(3.0), torch.tensor([3.0])
 
@@ -253,6 +275,12 @@ def test_saved_residuals_utility():
     assert found[3].shape == (1,) and all(found[i].shape == () for i in (0, 1, 2, 4, 5))
 
 
+@jax(
+    44,
+    "adapted",
+    "of a compiled function what its code keeps: four operands, as torch's partitioner computes the "
+    "rest again",
+)
 def test_saved_residuals_utility_jit():
     """Of a compiled function what its code keeps: operands, as the partitioner computes the rest again."""
     three = torch.tensor(3.0)
@@ -274,6 +302,7 @@ def test_saved_residuals_utility_jit():
         ]
 
 
+@jax(54, "pass", "a value that two functions read is one residual")
 def test_remat_of_jit_residual_forwarding():
     """A value that two inner functions read is kept once."""
 
@@ -291,6 +320,7 @@ def test_remat_of_jit_residual_forwarding():
 OFFLOAD = dict(offload_src="device", offload_dst="pinned_host")
 
 
+@jax(55, "pass", "2 copies to the host, 2 back; a name in both lists is a ValueError")
 def test_remat_offload_names_jaxpr():
     policy = checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=["y"], names_which_can_be_offloaded=["z", "w"], **OFFLOAD
@@ -316,6 +346,7 @@ def test_remat_offload_names_jaxpr():
         )
 
 
+@jax(57, "pass", "only the product without batch moves")
 def test_remat_offload_dot_with_no_batch_dims_jaxpr():
     policy = checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 
@@ -338,6 +369,7 @@ def test_remat_offload_dot_with_no_batch_dims_jaxpr():
         checkpoint_policies.offload_dot_with_no_batch_dims("device", "disk")
 
 
+@jax(72, "pass", "inputs, values, both, by JAX's three policies, to Python's `logging`")
 @pytest.mark.parametrize("run", ["backward", "grad"])
 def test_remat_residual_logging(run):
     """Inputs, intermediates, or both, by JAX's three policies. The two exponentials are ours: a region that

@@ -12,6 +12,7 @@ from torch.func import grad, jacfwd, jacrev, vmap
 from remat import remat, save_matmuls, save_nothing
 from remat.interop.jax import checkpoint
 from tests.conformance.counting import BACKWARDS, check_grads
+from tests.conformance.rows import jax
 from tests.helpers import OpCounter, leaves_of, rand, vjp
 
 aten = torch.ops.aten
@@ -34,6 +35,7 @@ def sin_sin(x):
     return torch.sin(torch.sin(x))
 
 
+@jax(1, "pass", "value bitwise; backward 1 sin, 2 cos; a result that is not a tensor")
 @REMATS
 @BACKWARDS
 def test_remat_basic(remat, ops_of):
@@ -51,6 +53,7 @@ def test_remat_basic(remat, ops_of):
     assert (ops["sin"], ops["cos"]) == (1, 2)
 
 
+@jax(2, "pass", "closed-over value that depends on the input")
 @REMATS
 def test_remat_freevars(remat):
     def plain(x):
@@ -65,9 +68,9 @@ def test_remat_freevars(remat):
     torch.testing.assert_close(grad(lambda x: f(x).sum())(X), grad(lambda x: plain(x).sum())(X))
 
 
+@jax(3, "adapted", "Python may branch on a flag, and in eager code on the tensor")
 @pytest.mark.parametrize("static", [True, False])
 def test_remat_grad_python_control_flow_static_argnums(static):
-    """In eager mode Python may branch on a tensor, too."""
 
     def branch(flag, x):
         return torch.sin(x) if (flag if static else x.sum() > 0) else torch.cos(x)
@@ -80,6 +83,7 @@ def test_remat_grad_python_control_flow_static_argnums(static):
         torch.testing.assert_close(leaf.grad, expected)
 
 
+@jax(4, "adapted", "static values need not be hashable")
 def test_remat_grad_python_control_flow_unhashable_static_argnums():
     class Unhashable:
         __hash__ = None  # type: ignore[assignment]
@@ -94,6 +98,7 @@ def test_remat_grad_python_control_flow_unhashable_static_argnums():
         )
 
 
+@jax(8, "pass", "vmap, jacfwd, jacrev; an op whose batching rule makes a constant")
 @REMATS
 def test_remat_vmap(remat):
     g = remat(sin_sin)
@@ -117,12 +122,14 @@ def test_remat_vmap_of_an_op_whose_batching_rule_makes_a_constant(remat):
     torch.testing.assert_close(vmap(remat(lambda x: introduce(x)))(ones), ones + torch.arange(20))
 
 
+@jax(9, "pass", "in_dims 1, out_dims 0")
 @REMATS
 def test_remat_vmap_not_leading_dim(remat):
     x = rand(3, 5)
     torch.testing.assert_close(vmap(remat(sin_sin), 1, 0)(x), sin_sin(x).T, rtol=0, atol=0)
 
 
+@jax(10, "pass", "grad of grad")
 @REMATS
 def test_remat_higher_order_autodiff(remat):
     def f(x):
@@ -132,11 +139,11 @@ def test_remat_higher_order_autodiff(remat):
     torch.testing.assert_close(grad(grad(remat(f)))(x), grad(grad(f))(x))
 
 
+@jax(11, "adapted", "more sines at second order than without: it recomputes there, too; with a branch")
 @pytest.mark.parametrize(
     "fn", [sin_sin, lambda x: sin_sin(x) if x > 0 else torch.cos(x)], ids=["basic", "cond"]
 )
 def test_remat_higher_order_ad_preserves_remat_primitive(fn):
-    """At second order a region recomputes, too: what its first backward made is not kept."""
     x = torch.tensor(0.3, dtype=torch.float64)
 
     def sines(fn):
@@ -149,15 +156,16 @@ def test_remat_higher_order_ad_preserves_remat_primitive(fn):
     assert again > plain
 
 
+@jax(13, "adapted", "at most one sin in the backward: the forward is run in PyTorch")
 @BACKWARDS
 @REMATS
 def test_remat_no_redundant_flops(remat, ops_of):
-    """JAX drops the forward of a gradient; torch runs it: so the backward alone is looked at."""
     region = remat(lambda x, y: torch.sin(x) * y)
     two = torch.tensor(2.0, dtype=torch.float64)
     assert ops_of(lambda y: region(two, y), X)["sin"] <= 1
 
 
+@jax(14, "pass", "value and gradient of a tree of regions")
 @REMATS
 def test_remat_binomial_checkpointing(remat):
     def binomial(functions):
@@ -172,6 +180,7 @@ def test_remat_binomial_checkpointing(remat):
     torch.testing.assert_close(grad(f1)(x), grad(lambda x: sin_sin(sin_sin(x)))(x))
 
 
+@jax(16, "pass", "a region without arguments over a captured value")
 @REMATS
 def test_remat_jit2(remat):
     """A region without arguments that closes over a value."""
@@ -187,6 +196,7 @@ def test_remat_jit2(remat):
     )
 
 
+@jax(18, "pass", "einsum attention; an inner function called twice")
 @REMATS
 def test_remat_jit3(remat):
     def f(w, x):
@@ -203,6 +213,7 @@ def test_remat_jit3(remat):
         torch.testing.assert_close(grad(remat(fn))(w, x), grad(fn)(w, x))
 
 
+@jax(21, "pass", "forward 2; backward 3, and 2 without the inner region (exp for `add_one`)")
 @BACKWARDS
 def test_remat_eval_counter(ops_of):
     """JAX's add_one, whose derivative reads its result, is exp here."""
@@ -214,6 +225,7 @@ def test_remat_eval_counter(ops_of):
     assert ops_of(remat(lambda x: torch.exp(torch.exp(x))), X)["exp"] == 2
 
 
+@jax(22, "pass", "n = 4, 8, 16: forward n, backward 2, 8, 24")
 @BACKWARDS
 @pytest.mark.parametrize(("n", "evaluations"), [(4, 2), (8, 8), (16, 24)])
 def test_remat_recursive_checkpoint_recompute_counts(ops_of, n, evaluations):
@@ -232,9 +244,9 @@ def test_remat_recursive_checkpoint_recompute_counts(ops_of, n, evaluations):
     assert ops_of(f, small)["exp"] == evaluations
 
 
+@jax(23, "adapted", "nothing is traced; the captured tensor is written once")
 @REMATS
 def test_escaped_tracer_remat(remat):
-    """A side effect on a captured tensor happens once, not again in the recomputation."""
     state = [torch.zeros((), dtype=torch.float64)]
 
     def g(x):
@@ -247,6 +259,7 @@ def test_escaped_tracer_remat(remat):
     torch.testing.assert_close(leaf.grad, torch.cos(X))
 
 
+@jax(45, "pass")
 @REMATS
 def test_checkpoint_dropvars(remat):
     def f(x):
@@ -256,6 +269,7 @@ def test_checkpoint_dropvars(remat):
     torch.testing.assert_close(grad(lambda x: remat(f)(x).sum())(X), torch.ones_like(X))
 
 
+@jax(46, "adapted", "a constant made inside survives")
 def test_dce_keeps_eqns_with_used_outputs_but_no_used_inputs():
     region = remat(lambda x: torch.full((3,), 3.0, dtype=torch.float64) * x)
     torch.testing.assert_close(grad(lambda x: region(x).sum())(X), torch.full_like(X, 3))
@@ -293,6 +307,11 @@ class Dot(torch.autograd.Function):
         return g
 
 
+@jax(
+    73,
+    "pass",
+    "bfloat16: the value rebuilt in the backward is the forward's, bit for bit; compiled, by Inductor, too",
+)
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
 @pytest.mark.parametrize("mode", ["backward", "vjp"])
 def test_excess_precision_hell(policy, mode):
@@ -315,16 +334,16 @@ def test_excess_precision_hell(policy, mode):
     torch.testing.assert_close(rebuilt[0].float(), out, rtol=0, atol=0)
 
 
+@jax(80, "adapted", "two backwards add into `.grad`")
 def test_remat_grad_accum_refs():
-    """The backward adds into .grad."""
     region, leaf = remat(torch.sin), leaves_of((X,))[0]
     for _ in range(2):
         region(leaf).sum().backward()
     torch.testing.assert_close(leaf.grad, 2 * grad(lambda x: region(x).sum())(X))
 
 
+@jax(76, "adapted", "one `remat::recompute NAME` in a profile")
 def test_name_stack_annotation():
-    """The recomputation carries a label of its own, once, in a profile."""
     region, leaf = remat(sin_sin, name="block"), X.clone().requires_grad_()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         region(leaf).sum().backward()

@@ -15,6 +15,7 @@ from torch._dynamo.exc import Unsupported
 from remat import nn as remat_nn
 from remat.interop import checkpoint
 from tests.compiled import compiled
+from tests.conformance.rows import row
 from tests.conformance.test_torch_compiled import counts_of_graphs, fresh, pytestmark, region  # noqa: F401
 from tests.conformance.torchs import leaf
 from tests.helpers import sparse
@@ -27,6 +28,7 @@ def broken(x, y):
     return torch.cos(a)
 
 
+@row("pass", "a graph break in a region: it runs in eager")
 @pytest.mark.slow
 def test_fallback():
     """The region runs in eager, in the middle of two graphs."""
@@ -41,6 +43,7 @@ def test_error_msg():
         compiled(region(broken))(leaf(4, 4), leaf(4, 4))
 
 
+@row("pass", "three sizes")
 @pytest.mark.slow
 def test_symints_location():
     """A second size is another graph, and the third its own."""
@@ -67,6 +70,7 @@ def test_return_same_element_twice():
     assert (forward["sin"], backward["cos"]) == (1, 1)
 
 
+@row("adapted", "`remat.nn.apply_to`")
 @pytest.mark.slow
 def test_distributed_utils_checkpoint_wrapper():
     class Mod(nn.Module):
@@ -83,6 +87,7 @@ def test_distributed_utils_checkpoint_wrapper():
     torch.testing.assert_close(compiled(mod)(x), expected)
 
 
+@row("adapted", "the same")
 def test_dynamo_does_not_trace_getattr_as_top_frame():
     lin = nn.Linear(1, 1)
     mod, x = nn.Sequential(lin, lin), torch.randn(1, 1)
@@ -91,6 +96,13 @@ def test_dynamo_does_not_trace_getattr_as_top_frame():
     torch.testing.assert_close(compiled(lambda x: mod(x) * mod.a)(x), mod(x) * mod.a)
 
 
+@row(
+    "refused on purpose",
+    "in one graph, by Dynamo, also with torch's switch, which is for torch's operator; across a graph"
+    " break the effect happens once",
+    name="test_nonlocal_mutation",
+)
+@row("refused on purpose", "the same", name="test_nonlocal_list_mutation test_nonlocal_list_mutation_hidden")
 @pytest.mark.parametrize(
     ("name", "flag"),
     sparse(
@@ -144,8 +156,8 @@ def test_frozen_dataclass_pytree_output():
     torch.testing.assert_close(torch.autograd.grad(out.y.sum(), x), torch.autograd.grad(expected.y.sum(), x))
 
 
+@row("adapted", "the hook runs, in one graph; nothing has to be saved for it")
 def test_tags_must_save_tensor_that_has_backward_hook():
-    """A hook on a region's result runs, in one graph; nothing else has to be kept for it."""
 
     class Mod(nn.Module):
         def __init__(self):
@@ -166,6 +178,7 @@ def test_tags_must_save_tensor_that_has_backward_hook():
     torch.testing.assert_close(got, 2 * plain)
 
 
+@row("pass", "two steps within a recompile limit of 2")
 def test_attr_compile_submodules_in_checkpoint_wrapper():
     block = nn.Sequential(*[nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8, bias=False)) for _ in range(3)])
     x = leaf(4, 8)

@@ -12,6 +12,7 @@ from torch.func import grad as func_grad
 
 from remat import RematError
 from remat.interop import checkpoint, checkpoint_sequential
+from tests.conformance.rows import row
 from tests.conformance.torchs import REENTRANT, grads_of, leaf
 from tests.helpers import LiveBytes, OpCounter
 
@@ -35,6 +36,7 @@ def test_checkpointing():
     check_many_calls(True, True)
 
 
+@row("pass", "by keyword, with and without gradients of the input")
 @pytest.mark.parametrize("input_requires_grad", [True, False])
 def test_checkpointing_without_reentrant(input_requires_grad):
     check_many_calls(False, input_requires_grad)
@@ -57,9 +59,9 @@ def test_checkpointing_non_reentrant_autocast_cpu(enabled):
     assert set(dtypes) == {torch.bfloat16 if enabled else torch.float32}
 
 
+@row("adapted", "bytes alive between forward and backward, for a peak on a GPU")
 @REENTRANT
 def test_checkpointing_without_reentrant_memory_savings(use_reentrant):
-    """Of torch a peak on a GPU; here what is alive between forward and backward."""
     layers = [nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)]) for _ in range(8)]
 
     def kept(call):
@@ -89,6 +91,7 @@ class SavesAll(torch.autograd.Function):
         return first[:3]
 
 
+@row("adapted", "a second look at `ctx.saved_tensors` gives the same numbers; torch's raises")
 def test_checkpointing_without_reentrant_custom_function_works():
     """Torch's refuses a second look at `ctx.saved_tensors`; here it gives the same numbers again."""
 
@@ -100,6 +103,7 @@ def test_checkpointing_without_reentrant_custom_function_works():
     torch.testing.assert_close(got, torch.autograd.grad(foo(*numbers), numbers))
 
 
+@row("adapted", "contexts are around both passes; `detach` is not counted")
 def test_checkpointing_without_reentrant_with_context_fn():
     forward, again = OpCounter(), OpCounter()
     out = checkpoint(torch.exp, leaf(), context_fn=lambda: (forward, again))
@@ -108,15 +112,20 @@ def test_checkpointing_without_reentrant_with_context_fn():
     assert again["exp"] == 1 and forward["exp"] == 1
 
 
+@row("adapted", "nothing is reentrant, so nothing warns")
 def test_checkpoint_warns_if_use_reentrant_not_passed_explcitly():
-    """Nothing is reentrant, so there is nothing to warn of: warnings are errors in this suite."""
     checkpoint(lambda x: x, leaf(1))
 
 
+@row("adapted", "the same")
 def test_checkpoint_sequential_warns_if_use_reentrant_not_passed_explcitly():
     checkpoint_sequential([nn.Linear(3, 3) for _ in range(3)], 3, leaf(3))
 
 
+@row(
+    "adapted",
+    "each part recomputes its own, without a context; overlapping ones are right, torch's raises",
+)
 def test_checkpoint_graph_execution_group():
     """Two backwards over disjoint parts: each recomputes its own, without being told that they are."""
 
@@ -160,6 +169,7 @@ def other_shape(x):
     return x.sin() * torch.tensor([1.0, 2.0])
 
 
+@row("adapted", "ops are repeated, not Python, so nothing can drift; under torch.func it raises")
 @pytest.mark.parametrize(("first", "later"), [(three, two), (two, three), (two, other_shape)])
 def test_checkpoint_detects_non_determinism(first, later):
     """Ops are repeated, the function is not: it cannot drift. Nested derivatives run it again and raise."""
@@ -174,8 +184,8 @@ def test_checkpoint_detects_non_determinism(first, later):
         func_grad(func_grad(lambda x: checkpoint(fn, x).sum()))(x[0].detach())
 
 
+@row("adapted", "Python runs once")
 def test_access_saved_tensor_twice_without_recomputation_works():
-    """Python runs once, however often autograd's node is asked for what it saved."""
     count = []
 
     def foo(a):
@@ -192,6 +202,7 @@ def test_access_saved_tensor_twice_without_recomputation_works():
         d.grad_fn._saved_result  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 
+@row("adapted", "`autograd.grad` works with `use_reentrant=True`, too")
 def test_checkpoint_valid_reset_on_error():
     """`autograd.grad`, which torch's reentrant variant refuses, works; so does what comes after."""
     a = leaf(2, 2)
@@ -200,6 +211,7 @@ def test_checkpoint_valid_reset_on_error():
     torch.testing.assert_close(got, a.grad)
 
 
+@row("pass", "no error with `use_reentrant=True`")
 @REENTRANT
 def test_checkpointing_without_reentrant_detached_tensor(use_reentrant):
     linears = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -212,8 +224,8 @@ def test_checkpointing_without_reentrant_detached_tensor(use_reentrant):
     torch.testing.assert_close(a.grad, torch.full_like(a, 3.0))
 
 
+@row("adapted", "the same memory, not the same Python object")
 def test_checkpointing_without_reentrant_saved_object_identity():
-    """A tensor from outside comes back as the memory that it is, in torch's as the very object."""
     found = []
 
     class Saves(torch.autograd.Function):

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from remat.interop import checkpoint
 from tests.compiled import compiled, dots, ops
 from tests.conformance.counting import COMPILES
+from tests.conformance.rows import row
 from tests.conformance.test_torch_selective import saves, selective
 from tests.conformance.test_torch_tags import counts_of_graphs, twice
 from tests.conformance.torchs import leaf
@@ -234,6 +235,30 @@ COUNTS = {
 }
 
 
+@row("pass", "the concatenation runs again", name="test_compile_selective_checkpoint_list_ops")
+@row("pass", "2 and 4 products, 1 and 0 sigmoids", name="test_compile_selective_checkpoint_outplace_op")
+@row(
+    "adapted",
+    "the same; torch skips it. Its second write, over a sigmoid, no autograd allows",
+    name="test_compile_selective_checkpoint_inplace_op",
+)
+@row("pass", "a policy that counts for itself", name="test_compile_selective_checkpoint_custom_rule")
+@row(
+    "pass",
+    "1 and 3 products by itself, 1 and 1 sigmoids",
+    name="test_compile_selective_checkpoint_parametrization",
+)
+@row("pass", "6 and 18 products, 2 cosines again", name="test_tags_sequential_layers")
+@row("pass", "the error function runs again", name="test_tags_decomps")
+@row(
+    "adapted",
+    "counts, in place of tags",
+    name="""
+        test_ac_tags_through_custom_autograd_function test_sac_tags_through_custom_autograd_function
+        test_pre_mode_decomp_has_sac_ignored_ops""",
+)
+@row("adapted", "the kept `silu` does not run again in pieces", name="test_post_mode_decomp")
+@row("adapted", "`topk` does not run again", name="test_multi_output_op")
 @pytest.mark.parametrize("name", sparse(COUNTS))
 def test_counts(name):
     fn, shapes, counts, options = COUNTS[name]
@@ -241,6 +266,7 @@ def test_counts(name):
     assert {op: (forward[op], backward[op]) for op in counts} == counts
 
 
+@row("pass", "the mask is drawn again, the same, in either setting")
 def test_compile_selective_checkpoint_random_op():
     """Neither sigmoid runs again, and the mask is drawn again, the same. Its numbers are not eager's."""
     context_fn = selective([aten.sigmoid.default])
@@ -255,6 +281,7 @@ def test_compile_selective_checkpoint_random_op():
     assert torch.equal(got != 0, out != 0.5) and 0 < (got != 0).sum() < 64
 
 
+@row("pass", "`TwoTensor`: 4 and 8")
 def test_compile_selective_checkpoint_tensor_subclass():
     counts = []
 
@@ -273,6 +300,7 @@ def test_compile_selective_checkpoint_tensor_subclass():
     assert counts == [4, 8]
 
 
+@row("pass", "the CPU's kernel: once again")
 def test_autocast_flash_attention():
     def fn(*args):
         with torch.autocast("cpu"):

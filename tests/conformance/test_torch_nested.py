@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from remat.interop import checkpoint
+from tests.conformance.rows import row
 from tests.conformance.torchs import EARLY_STOP, leaf
 from tests.helpers import OpCounter
 
@@ -142,6 +143,7 @@ def test_nested_checkpoint_reentrant_backwards():
     torch.testing.assert_close(a.grad, once + whole)
 
 
+@row("adapted", "what nobody reads never runs again, whatever is said")
 @EARLY_STOP
 def test_nested_checkpoint_set_early_stop(early_stop):
     """What nobody reads is not recomputed, wherever it stands and whatever is said; Python runs once."""
@@ -159,6 +161,7 @@ def test_nested_checkpoint_set_early_stop(early_stop):
     assert ops["sin"] == 2 and ops["cos"] == 1
 
 
+@row("adapted", "the same")
 @EARLY_STOP
 def test_nested_checkpoint_set_early_stop_no_recompution_needed(early_stop):
     """A sine saves its argument alone: nothing is computed twice."""

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from remat import RematError
 from remat.interop import checkpoint
 from tests.compiled import compiled, ops
+from tests.conformance.rows import row
 from tests.conformance.test_torch_compiled import MM, fresh, pytestmark, region  # noqa: F401
 from tests.conformance.test_torch_selective import selective
 from tests.conformance.torchs import leaf
@@ -44,6 +45,16 @@ def gradients(out, args):
     return tuple(g.detach() for g in torch.autograd.grad(out.sum(), args))
 
 
+@row(
+    "pass",
+    "4 products, 2 sigmoids in the one graph",
+    name="test_ac_rematerialize_simple_forward_backward",
+)
+@row(
+    "pass",
+    "the product does not run again",
+    name="test_ac_rematerialize_with_selective_checkpoint_policy",
+)
 @pytest.mark.parametrize(
     ("kept", "counts"),
     [(None, {"mm": 4, "sigmoid": 2}), ([aten.mm.default], {"mm": 3, "sigmoid": 2})],
@@ -61,8 +72,8 @@ def test_ac_rematerialize(kept, counts):
     assert {op: found[op] for op in counts} == counts
 
 
+@row("adapted", "it draws the same numbers again; torch's raises")
 def test_ac_rematerialize_with_rng_ops_raises_error():
-    """It need not: the seed is kept, and drawn from again."""
 
     def step(x):
         z = checkpoint(lambda a: torch.sigmoid(a + torch.rand_like(a)), x)
@@ -72,6 +83,12 @@ def test_ac_rematerialize_with_rng_ops_raises_error():
     torch.testing.assert_close(grad, z * (1 - z))
 
 
+@row(
+    "adapted",
+    "values and counts, without Inductor's pass",
+    name="test_joint_graph_passes_view_optimization",
+)
+@row("adapted", "the same", name="test_joint_graph_passes_permute_optimization")
 @pytest.mark.slow
 def test_joint_graph_passes():
     """Views of views, and permutations that undo each other, in a graph that has its own backward."""
@@ -126,6 +143,12 @@ class TwoBackwards(nn.Module):
         return z.detach()
 
 
+@row("pass", "2", name="test_chunked_loss_remat")
+@row(
+    "adapted",
+    "right, with 5 of the activation; torch's raises",
+    name="test_two_backward_regions_needing_remat_errors",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "gelus"), [(Chunked, 2), (TwoBackwards, 5)], ids=["chunked_loss", "two_backward_regions"]
@@ -165,17 +188,19 @@ def trained(fn):
     return ops(graph)
 
 
+@row("pass", "`make_fx`: 3 products, right at other numbers")
 def test_checkpoint_traces_through_eager_ac_under_non_strict():
     counts = trained(lambda x, w: checkpoint(lambda x: torch.sin(x @ w), x))
     assert (counts["mm"], counts["sin"]) == (3, 1)
 
 
+@row("pass", "2")
 def test_sac_traces_through_eager_ac_under_non_strict():
     counts = trained(region(lambda x, w: torch.sin(x @ w).exp(), context_fn=MM))
     assert (counts["mm"], counts["sin"]) == (2, 2)
 
 
+@row("refused on purpose", "torch's graph draws two masks, silently")
 def test_checkpoint_with_rng_op_under_non_strict():
-    """torch's graph draws two masks, a limitation that its test knows of."""
     with pytest.raises(RematError, match="make_fx"):
         trained(region(lambda x, w: F.dropout(torch.sin(x @ w), p=0.5)))

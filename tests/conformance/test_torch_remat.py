@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from remat import remat, save_everything
-from tests.helpers import LiveBytes, OpCounter, sparse
+from tests.conformance.rows import row
+from tests.helpers import LiveBytes, OpCounter
 
 Fn = Callable[..., Any]
 
@@ -225,7 +226,34 @@ PROGRAMS: dict[str, list[Fn]] = {
 }
 
 
-@pytest.mark.parametrize("name", sparse(PROGRAMS, 2))
+@row(
+    "adapted",
+    "gradients",
+    name="""
+        test_skipped_output_view_of_recomputed_tensor_replays_as_zero_storage
+        test_save_op_saves_distinct_object_alias_of_input_is_ferried
+        test_save_op_saves_slice_views_of_recomputed_input_is_ferried
+        test_save_op_saved_view_of_noncontiguous_input_is_ferried
+        test_recompute_to_save_input_is_not_retained test_save_to_save_input_lives_on_autograd
+        test_recompute_consumers_share_one_producer_durable_output""",
+)
+@row("adapted", "right", name="test_recompute_region_inside_save_region_raises")
+@row("pass", "without a strategy", name="test_bare_op_after_save_op_materializes_and_variants")
+@row(
+    "adapted",
+    "right, without an annotation",
+    name="test_bare_consumer_without_annotation_raises_during_recompute",
+)
+@row(
+    "adapted",
+    "gradients",
+    name="""
+        test_no_grad_save_region_feeding_save_region_is_not_persisted
+        test_no_grad_save_region_feeding_recompute_region_is_persisted
+        test_no_grad_recompute_region_replays_for_save_consumer_input
+        test_grad_free_code_skips_replay_only_in_save_region""",
+)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name):
     """Bit for bit, in a first call and a second, and in two backwards of one graph."""
     for program in PROGRAMS[name]:
@@ -275,8 +303,9 @@ TIED: dict[str, Fn] = {
 }
 
 
-@pytest.mark.parametrize("again", [(a, b) for a in BOTH for b in BOTH])
-@pytest.mark.parametrize("name", sparse(TIED, 2))
+@row("pass", name="test_frozen_tied_weight")
+@pytest.mark.parametrize("again", [(True, False), (False, True)])
+@pytest.mark.parametrize("name", TIED)
 def test_tied_weights(name, again):
     """Trained and frozen; test_frozen_tied_weight and ..._retain_graph_backward_twice are among these."""
     for trained in BOTH:
@@ -307,6 +336,8 @@ def big() -> Tensor:
     return torch.ones(1024, requires_grad=True)
 
 
+@row("adapted", "no op of it runs again", name="test_save_op_runs_once")
+@row("adapted", "its ops run again", name="test_recompute_op_reruns_body")
 @pytest.mark.parametrize(
     ("again", "runs"),
     [(False, 0), (True, 1)],
@@ -319,22 +350,27 @@ def test_a_body_runs_again_or_not(again, runs):
         assert ops["exp"] == runs and held == (0 if again else 4096)
 
 
+@row("pass", "bytes alive")
 def test_save_op_dead_output_is_freed_after_forward():
     held, _ = measured(lambda x: saved(TwoOutputs.apply)(x)[0], big())
     assert held == 0
 
 
+@row("pass", "bytes alive")
 def test_recompute_policy_does_not_retain_original_saved_tensors_after_forward():
     held, _ = measured(lambda x: Square.apply(x + 1).sin(), big())
     assert held == 0
 
 
+@row("pass", "bytes alive")
 def test_recompute_chain_does_not_retain_producer_output():
     """Also test_recompute_to_save_input_is_not_retained: what a saved region reads is recomputed for it."""
     held, ops = measured(lambda x: region(torch.sin, True)(region(torch.exp, True)(x)), big())
     assert (held, ops["exp"]) == (0, 1)
 
 
+@row("pass", "bytes alive")
+@row("pass", "bytes alive", name="test_recompute_consumed_input_is_kept")
 @pytest.mark.parametrize("dropped", BOTH)
 def test_dead_input_is_dropped(dropped):
     """An argument that no recomputation reads goes with the caller's last reference; one that is read stays.
@@ -357,6 +393,8 @@ def test_trailing_bare_consumer_is_not_replayed_and_not_persisted():
     assert held == 0 and ops["add"] == ops["mul"] == 1
 
 
+@row("adapted", "bytes alive", name="test_save_op_saved_tensors_live_on_autograd_not_tape")
+@row("pass", "also of a graph without a backward")
 def test_save_policy_checkpoint_releases_saved_tensors_by_default():
     """Also test_save_op_saved_tensors_live_on_autograd_not_tape, and those of a graph that is let go of."""
     for backward in BOTH:

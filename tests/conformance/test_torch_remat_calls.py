@@ -14,8 +14,9 @@ from remat import (
     save_everything,
     saved_residuals,
 )
+from tests.conformance.rows import row
 from tests.conformance.test_torch_remat import SavesOutput, Square, Triple, region, saved
-from tests.helpers import sparse, unseen
+from tests.helpers import unseen
 
 
 def leaf(*values: float) -> Tensor:
@@ -50,8 +51,8 @@ def test_checkpoint_forward_exception_unwinds_remat_state():
     assert x.grad == 4 and not is_recomputing()
 
 
+@row("adapted", "Python runs once")
 def test_checkpoint_forces_recompute_before_inner_custom_backward():
-    """Python runs once: the ops that a saved value takes run as it is unpacked."""
     events = []
 
     class Inner(torch.autograd.Function):
@@ -95,6 +96,14 @@ RETURNED = {
 }
 
 
+@row(
+    "adapted",
+    "returned",
+    name="""
+        test_checkpoint_boundary_rejects_dict test_checkpoint_boundary_rejects_deeply_nested_containers
+        test_checkpoint_boundary_rejects_non_tensor_leaf""",
+)
+@row("adapted", "returned as it is", name="test_checkpoint_boundary_collapses_tuple_subclass")
 @pytest.mark.parametrize("name", RETURNED)
 def test_returned(name):
     for around in (lambda fn: fn, saved):
@@ -106,8 +115,8 @@ def test_returned(name):
         assert x.grad == 5
 
 
+@row("adapted", "where the function runs again")
 def test_phase_helpers_report_forward_and_recompute():
-    """Where the function runs again, that is: here a number that no op wrote is needed."""
     phases = []
 
     def fn(x):
@@ -128,33 +137,35 @@ def test_op_outside_checkpoint_supports_kwargs():
         saved(fail)()
 
 
+@row("adapted", "a name is not needed")
 def test_op_rejects_non_callable_and_missing_name():
     with pytest.raises((RematError, TypeError), match="must be callable"):
         remat("context.style")  # type: ignore[call-overload]
 
 
+@row("adapted", "`saved_residuals`")
 def test_recompute_false_produces_save_record():
     kept = [str(r) for r in saved_residuals(remat(saved(torch.exp)), leaf(1.0, 2.0))]
     assert any("exp" in line for line in kept)
 
 
+@row("adapted", "the forward's stands")
 def test_recompute_setting_must_match_forward():
-    """A setting that drifts with the phase has nothing to conflict with: the forward's stands."""
     x = leaf(1.0, 2.0)
     remat(lambda x: region(torch.exp, is_recomputing())(x.sin()))(x).sum().backward()
     torch.testing.assert_close(x.grad, x.sin().exp() * x.cos())
 
 
+@row("adapted", "names need not be unique")
 def test_duplicate_op_name_errors_in_forward():
-    """Names need not be unique."""
     x = leaf(2.0)
     twice = remat(Square.apply, policy=save_everything, name="duplicate")
     remat(lambda x: twice(twice(x)))(x).sum().backward()
     assert x.grad == 4 * 8
 
 
+@row("adapted", "a leaf, as without regions")
 def test_leaf_requires_grad_output_from_remat_op_errors():
-    """It is what it is without regions: a leaf."""
     for around in (lambda fn: fn, saved):
         out = remat(around(lambda t: torch.full_like(t, 2.0).requires_grad_(True)))(leaf(1.0))
         assert out.is_leaf and out.requires_grad
@@ -182,7 +193,8 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", sparse(ARGUMENTS, 2))
+@row("pass", name="test_retain_graph_double_backward test_determinism_check_default")
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments(name):
     """With and without test_determinism_check_default, and test_retain_graph_double_backward."""
     x = torch.linspace(-1, 1, 16, requires_grad=True)
@@ -201,6 +213,7 @@ def test_arguments(name):
 # -- writes: save_region_test --------------------------------------------------------------------------
 
 
+@row("pass", "was silently wrong here, and is mended")
 def test_save_op_detects_in_place_mutation_of_saved_tensor():
     left = []
 
@@ -222,8 +235,8 @@ def test_save_op_detects_in_place_mutation_of_saved_tensor():
         out.sum().backward()
 
 
+@row("adapted", "a region may not write to its argument; around both it is right")
 def test_save_op_saving_input_mutated_in_place_is_retained():
-    """A region may not write to its argument; around it, it may."""
 
     class InplaceExp(torch.autograd.Function):
         @staticmethod

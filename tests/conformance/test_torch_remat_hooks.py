@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat import checkpoint_name, is_recomputing, register_ambient, remat, save_names, save_nothing
 from tests.compiled import Graphs, compiled
 from tests.conformance.counting import COMPILES
+from tests.conformance.rows import row
 from tests.conformance.test_torch_remat import BOTH, SavesOutput, region, saved
 from tests.conformance.test_torch_remat_calls import leaf
 from tests.helpers import sparse, unseen
@@ -36,6 +37,14 @@ class Packs(list):
         return self[at]
 
 
+@row(
+    "pass",
+    name="""
+        test_op_outside_checkpoint_preserves_saved_tensors_hooks
+        test_saved_tensors_hooks_fire_at_save_and_load_not_recompute
+        test_saved_tensors_hooks_unpack_is_bound_per_tensor""",
+)
+@row("adapted", "torch's own hooks", name="test_saved_tensors_hooks_match_native_outside_checkpoint")
 @pytest.mark.parametrize("place", ["outside", "around", "inside"])
 def test_saved_tensors_hooks(place):
     """What is kept goes through the user's hooks in force where it was made, and comes back by them.
@@ -69,8 +78,8 @@ def test_nested_native_hooks_take_precedence():
     torch.testing.assert_close(x.grad, x.exp())
 
 
+@row("adapted", "what is packed, not in which order")
 def test_saved_tensors_hooks_offload_through_save_recompute_save_wedge():
-    """A kept, a recomputed and a kept op: the recomputed one's mask is never packed."""
 
     def block(x):
         return saved(SavesOutput.apply)(region(torch.relu, True)(saved(SavesOutput.apply)(x)))
@@ -85,8 +94,8 @@ def test_saved_tensors_hooks_offload_through_save_recompute_save_wedge():
     assert not any(t.dtype is torch.bool for t in packs)
 
 
+@row("adapted", "weights pass no hook")
 def test_saved_tensors_hooks_retain_parameter_ness():
-    """A weight need not be told from an activation: it goes through no hook."""
     weight, kinds = nn.Parameter(torch.ones(3, 3)), []
 
     def pack(tensor):
@@ -103,9 +112,15 @@ def test_saved_tensors_hooks_retain_parameter_ness():
 # -- state: recompute_state_hook_test ------------------------------------------------------------------
 
 
+@row("adapted", "`register_ambient`")
+@row(
+    "adapted",
+    "the same",
+    name="""
+        test_without_hooks_state_desyncs test_fork_restores_outer_state_after_recompute""",
+)
 @pytest.mark.parametrize("registered", BOTH)
 def test_entry_and_save_op_state_restored_on_recompute(registered):
-    """Also test_without_hooks_state_desyncs and test_fork_restores_outer_state_after_recompute."""
     counter, seen = [0], {False: [], True: []}
 
     @contextlib.contextmanager
@@ -130,6 +145,7 @@ def test_entry_and_save_op_state_restored_on_recompute(registered):
     assert counter[0] == (102 if registered else 104)
 
 
+@row("adapted", "it is put back")
 def test_preserve_rng_state_true_raises():
     """torch_remat puts no generator back. Here they are: also test_preserve_rng_state_defaults_off."""
     x = torch.ones(64, requires_grad=True)
@@ -158,6 +174,12 @@ BLOCKS = {
 }
 
 
+@row(
+    "adapted",
+    "by a name: a region inside has no say in compiled code",
+    name="test_save_region_not_recomputed",
+)
+@row("pass", name="test_recompute_region_is_recomputed")
 @COMPILES
 @pytest.mark.parametrize(("name", "again"), sparse([pytest.param(n, a) for n in BLOCKS for a in BOTH], 3))
 def test_compiled(name, again):

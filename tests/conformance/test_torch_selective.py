@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from remat import RematError, offload_matmuls, save_everything
 from remat import nn as remat_nn
 from remat.interop import checkpoint
+from tests.conformance.rows import row
 from tests.conformance.torchs import leaf
 from tests.helpers import LiveBytes, OpCounter
 
@@ -38,11 +39,11 @@ def saves(*ops):
 # -- TestSelectiveActivationCheckpoint ----------------------------------------------------------------
 
 
+@row("adapted", "products and living bytes, on a CPU: the same numbers")
 @pytest.mark.parametrize(
     "policy", [[aten.mm.default], saves(aten.mm.default), lambda ctx, op, *a, **k: op is aten.mm.default]
 )
 def test_flops_and_mem(policy):
-    """Of torch on a GPU, by an allocator; here products and living bytes."""
     x, y = leaf(64, 64), leaf(64, 64)
 
     def fn(x, y):
@@ -78,6 +79,7 @@ def test_bad_inputs():
         checkpoint(torch.sin, leaf(3), policy=2)  # pyright: ignore
 
 
+@row("adapted", "asked in the forward alone")
 def test_policy_with_state():
     """A policy that counts is asked once for each op of the forward, and never in the recomputation."""
     asked = []
@@ -91,6 +93,7 @@ def test_policy_with_state():
     assert asked and not any(asked)
 
 
+@row("adapted", "kept while the graph is retained")
 @pytest.mark.parametrize("retain", [None, True])
 def test_storage_lifetime(retain):
     """What is kept goes with the graph, without the garbage collector. After a backward that retains the
@@ -119,8 +122,8 @@ def test_storage_lifetime(retain):
         gc.enable()
 
 
+@row("adapted", "a kept value is kept as it was; torch's raises unless told")
 def test_version_counter():
-    """A kept value that is written over later is kept as it was: no error and no option."""
 
     def fn(x):
         return x.sin().mul_(2).cos().exp()
@@ -176,8 +179,8 @@ def test_function_with_non_tensor_output():
         torch.testing.assert_close(got, torch.autograd.grad(fn(x).sum(), x))
 
 
+@row("adapted", "as often as one likes")
 def test_can_only_trigger_recompute_once():
-    """As often as the graph is retained."""
     x = leaf(3)
     out = checkpoint(lambda x: x.sin().cos().exp(), x, context_fn=selective(saves(aten.sin.default))).sum()
     first, second = (torch.autograd.grad(out, x, retain_graph=True) for _ in range(2))
@@ -223,6 +226,7 @@ def test_checkpoint_wrapper_kwarg_support():
     assert len(only(a=x, b=x)) == 2
 
 
+@row("pass", "the module stays what it is")
 def test_forward_missing_attributes():
     lin = nn.Linear(1, 1)
     model = nn.Sequential(lin, lin)
@@ -258,6 +262,7 @@ def test_fqn():
     assert [name for name, _ in lin.named_parameters()] == list(lin.state_dict()) == ["weight"]
 
 
+@row("adapted", "gradients alone: hooks are not replaced")
 def test_checkpoint_wrapper_cpu_offload():
     model = nn.Sequential(*[nn.Linear(10, 10) for _ in range(3)])
     plain, x = copy.deepcopy(model), torch.randn(3, 10)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from remat.interop import checkpoint
 from tests.compiled import compiled, dots, ops
 from tests.conformance.counting import COMPILES
+from tests.conformance.rows import row
 from tests.conformance.test_torch_selective import saves, selective
 from tests.conformance.torchs import leaf
 
@@ -84,6 +85,14 @@ TAGS = {
 }
 
 
+@row("pass", "1 product forward, 3 backward", name="test_tags_function")
+@row(
+    "pass",
+    "2 and 6",
+    name="""
+        test_tags_multiple_checkpoints test_compile_selective_checkpoint_must_recompute""",
+)
+@row("pass", "2 and 4", name="test_compile_selective_checkpoint_must_not_recompute_gemm")
 @COMPILES
 @pytest.mark.parametrize("name", TAGS)
 def test_tags(name):
@@ -91,6 +100,7 @@ def test_tags(name):
     assert dots_of_graphs(fn, leaf(4, 4), leaf(4, 4)) == dots
 
 
+@row("adapted", "the second pass draws what the first drew")
 @COMPILES
 def test_tags_recomputed_rand():
     x = torch.ones(4, requires_grad=True)
@@ -102,6 +112,7 @@ def test_tags_recomputed_rand():
     torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], drawn * drawn.cos())
 
 
+@row("adapted", "the same")
 @COMPILES
 def test_tags_dropout():
     x = torch.ones(64, requires_grad=True)
@@ -114,9 +125,9 @@ def test_tags_dropout():
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0] != 0, out != 0) and 0 < (out != 0).sum() < 64
 
 
+@row("refused on purpose", "contexts of one's own do not run in compiled code")
 @COMPILES
 def test_compile_selective_checkpoint_invalid_context():
-    """Contexts of one's own, of which Dynamo runs none, are refused."""
 
     class Invalid:
         def __enter__(self):
@@ -132,9 +143,9 @@ def test_compile_selective_checkpoint_invalid_context():
         fn(leaf(4, 4), leaf(4, 4))
 
 
+@row("adapted", "a function in the partial; of an object with `__call__` Dynamo makes no constant")
 @COMPILES
 def test_sac_with_partial_context_fn():
-    """A function in a partial; of an object with `__call__` Dynamo makes no constant."""
     policy = functools.partial(create_selective_checkpoint_contexts, always)
     fn = lambda x, y: checkpoint(twice, x, y, context_fn=policy)  # noqa: E731
     assert dots_of_graphs(fn, leaf(4, 4), leaf(4, 4)) == (2, 4)

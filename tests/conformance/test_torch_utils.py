@@ -13,6 +13,7 @@ from torch.func import grad as func_grad
 
 from remat import RematError
 from remat.interop import checkpoint, checkpoint_sequential
+from tests.conformance.rows import row
 from tests.conformance.torchs import REENTRANT, leaf
 from tests.helpers import LiveBytes, OpCounter
 
@@ -27,9 +28,9 @@ class Counts(nn.Module):
         return (x * torch.tensor(2.0)).sin()
 
 
+@row("adapted", "ops are counted: Python runs once")
 @REENTRANT
 def test_checkpoint_trigger(use_reentrant):
-    """Ops run twice in the first segment, as in torch; Python, and so the counters, once."""
     modules = [Counts() for _ in range(10)]
     out = checkpoint_sequential(modules, 2, leaf(3, 4), use_reentrant=use_reentrant)
     with OpCounter() as ops:
@@ -43,6 +44,7 @@ def six():
     return nn.Sequential(*[layer for a, b in sizes for layer in (nn.Linear(a, b), nn.ReLU())])
 
 
+@row("pass", "with `use_reentrant=True`, too")
 @REENTRANT
 def test_checkpoint_valid(use_reentrant):
     """create_graph through a sequence, which torch's reentrant variant refuses."""
@@ -99,6 +101,7 @@ def test_checkpoint_rng_cpu(use_reentrant):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@row("pass", "on a CPU")
 def test_checkpoint_not_preserve_rng_state_and_without_reentrant():
     checkpoint(nn.Dropout(), leaf(2), preserve_rng_state=False).sum().backward()
 
@@ -137,17 +140,17 @@ def test_checkpoint_no_tensors():
     assert checkpoint(mixed, *args, use_reentrant=True) == mixed(*args)  # pyright: ignore[reportCallIssue]
 
 
+@row("adapted", "a result without gradient is no error")
 def test_checkpoint_partial_grad():
-    """A result without gradient is no error: torch's reentrant variant raises."""
     a, b = leaf(1, 4), torch.randn(1, 4)
     checkpoint(lambda a, b: (a, b), a, b, use_reentrant=True)[0].sum().backward()
     torch.testing.assert_close(a.grad, torch.ones(1, 4))
     assert not checkpoint(lambda b, a: b, b, a, use_reentrant=True).requires_grad
 
 
+@row("adapted", "bytes alive, for a GPU's allocator")
 @pytest.mark.parametrize("retain", [False, True])
 def test_checkpointing_without_reentrant_early_free(retain):
-    """What was recomputed goes as the backward goes; of torch read from a GPU's allocator."""
     alive = []
 
     def fn(x):
@@ -163,13 +166,14 @@ def test_checkpointing_without_reentrant_early_free(retain):
     assert len(alive) == 3 and alive[0] > alive[-1]
 
 
+@row("adapted", "a region on the meta device")
 def test_infer_device_state_recursive_meta():
     x = torch.rand(10, device="meta", requires_grad=True)
     assert checkpoint(lambda given: given["foo"].sin().sin(), {"foo": x}).device.type == "meta"
 
 
+@row("adapted", "on the meta device")
 def test_checkpoint_preserves_device_context():
-    """Tensors made without a device, in a recomputation by Python and in one by ops."""
     devices = []
 
     def fn(x):
