@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.common import jax_peer, measures
-from benchmarks.common.measures import Deadline, Turn, interleaved, on_gpu, recover
+from benchmarks.common.measures import Deadline, on_gpu, recover
 from benchmarks.common.models import Around, Problem
 from benchmarks.common.peers import Peer, peer
 from benchmarks.suite import fits, panel, runs
@@ -109,17 +108,6 @@ def test_a_gpu_is_timed_by_events_around_the_run_alone(device: Device) -> None:
     assert 20 <= taken < 1000
 
 
-def test_what_has_streams_of_its_own_is_timed_by_the_clock(device: Device) -> None:
-    class Run:
-        wall_clock = True
-
-        def __call__(self) -> None:
-            device.calls.append("run")
-
-    assert on_gpu(Run()) >= 0
-    assert device.calls == ["synchronize", "run", "synchronize"]
-
-
 def test_memory_that_runs_out_costs_one_row(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fn: Any) -> Any:
         def call(p: Any, x: Any) -> Any:
@@ -131,18 +119,6 @@ def test_memory_that_runs_out_costs_one_row(device: Device, monkeypatch: pytest.
     rows = rows_of(tiny(peers=("full", "save_nothing"), device="cuda", rounds=1))
     assert rows["full", "error"].error == "out of memory"
     assert {name for name, metric in rows if metric == "step"} == {"none", "save_nothing"}
-
-
-def test_memory_that_runs_out_in_the_rounds_costs_one_row() -> None:
-    turns = []
-
-    def third() -> None:
-        turns.append(1)
-        if len(turns) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    times, failed = interleaved({"a": lambda: None, "b": third, "c": lambda: None}, 5, measures.on_cpu)
-    assert set(times) == {"a", "c"} and failed == {"b": "out of memory"} and len(turns) == 3
 
 
 def test_a_size_beyond_the_memory_is_a_size_that_does_not_fit(
@@ -215,35 +191,6 @@ def test_peers_that_there_is_no_time_for_are_rows_that_say_so() -> None:
     assert [row.error for row in fits.fits(short, Deadline.until(time.time()))] == [NO_TIME] * 3
 
 
-def test_rounds_end_with_the_time_but_not_before_the_first() -> None:
-    turns: list[int] = []
-    times, _ = interleaved({"a": lambda: turns.append(1)}, 50, measures.on_cpu, Deadline.until(time.time()))
-    assert len(turns) == 1 and set(times) == {"a"}
-
-
-def test_time_is_kept_for_three_rounds_of_the_peers_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(measures.time, "time", lambda: now[0])
-
-    def inspect(self: Panel, one: Peer, row: Measured) -> Any:
-        # Ten seconds a step, and so three rounds of two peers take a minute.
-        now[0] += 10
-        self.turn += 10
-        return (lambda: None), [row.with_value("peak", "bytes", 1.0)]
-
-    monkeypatch.setattr(Panel, "inspect", inspect)
-    case = tiny(peers=("save_nothing", "save_matmuls"), rounds=7)
-    rows = rows_of(case, Deadline(85.0, 85.0))
-    assert {name for name, metric in rows if metric == "step"} == {"none", "save_nothing"}
-    assert rows["save_matmuls", "error"].error == NO_TIME
-
-
-def test_a_deadline_keeps_a_tenth_for_what_nobody_foresees() -> None:
-    deadline = Deadline.until(time.time() + 100)
-    assert deadline.allows(85) and not deadline.allows(95)
-    assert measures.NEVER.allows(1e9)
-
-
 def test_cases_that_were_not_reached_are_rows_and_run_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,28 +261,3 @@ def test_the_rehearsal_has_every_kind_of_case_of_the_gpu_suite() -> None:
 def test_a_row_names_no_folder_of_this_machine() -> None:
     error = RuntimeError(f"at {measures.ROOT}/benchmarks/common/models.py:225, object at 0x7f00")
     assert measures.told(error) == "RuntimeError: at benchmarks/common/models.py:225, object at 0x"
-
-
-def test_one_is_timed_when_none_prepares_any_more(tmp_path: Path) -> None:
-    told: list[str] = []
-    first, second = Turn(tmp_path / "lock"), Turn(tmp_path / "lock")
-    first.together()
-    second.together()
-    waiting = threading.Thread(target=lambda: (first.alone(), told.append("timed")))
-    waiting.start()
-    waiting.join(0.2)
-    told.append("prepared")
-    assert second._file is not None
-    second._file.close()  # as when its process ends
-    waiting.join(20)
-    assert told == ["prepared", "timed"]
-
-
-def test_panels_that_prepare_side_by_side_have_all_rows(tmp_path: Path) -> None:
-    cases = [tiny(rounds=1), tiny("moe", rounds=1), tiny("moe", rounds=1, mode="func", alone=True)]
-    path = tmp_path / "card.csv"
-    assert runs.execute(cases, path, (sys.executable,), 3.0, fresh=True, jobs=2) == 0
-    with path.open(newline="") as file:
-        found = {(line["case"], line["peer"], line["metric"]) for line in csv.DictReader(file)}
-    wanted = {(case.name, peer, what) for case in cases for peer in case.peers for what in ("peak", "step")}
-    assert wanted <= found
