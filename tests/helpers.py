@@ -88,12 +88,18 @@ def sparse(values: Iterable[Any], every: int = 3) -> list[Any]:
     ]
 
 
+def _called(value: Any) -> str:
+    """For the name of a test, in which a number of an object would be another one in each process."""
+    plain = isinstance(value, int | float | tuple | None)
+    return str(value) if plain else getattr(value, "__name__", type(value).__name__)
+
+
 def crossed(*axes: Iterable[Any], every: int = 3) -> list[ParameterSet]:
     """One in `every` of the combinations of the values, each value among them."""
     return [
         pytest.param(
             *(value for _, value in row),
-            id="-".join(v if isinstance(v, str) else getattr(v, "__name__", str(v)) for _, v in row),
+            id="-".join(v if isinstance(v, str) else _called(v) for _, v in row),
         )
         for row in itertools.product(*map(enumerate, axes))
         if sum(i for i, _ in row) % every == 0

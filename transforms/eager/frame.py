@@ -23,6 +23,7 @@ from remat.transforms.compat import (
     below_autograd,
     below_levels,
     bookkeeping_aside,
+    dual_level_open,
     function_modes_asked,
     functions_as_they_are,
     graph_kept,
@@ -43,6 +44,7 @@ from remat.transforms.context import (
     run_innermost,
 )
 from remat.transforms.eager.inputs import Inputs
+from remat.transforms.eager.recorded import hold_again
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.residuals import Residuals
 from remat.transforms.eager.saved import (
@@ -110,6 +112,7 @@ class Frame(Packer):
         taken: the ops whose kept results those may lie in.
         whole: whether all that autograd saves is held.
         early: saved values of a function that differentiates, by their handles, while it runs.
+        recorded: the first pass that was recorded and holds handles of values; None while there is none.
         read, later: what a pass that kept its graph has read, and what passes after such a one read again.
     """
 
@@ -119,6 +122,7 @@ class Frame(Packer):
     later: Any = frozenset()
     whole = False
     early: Any = None
+    recorded: int | None = None
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.region, self.inner = inputs, inputs.region, 0
@@ -156,7 +160,7 @@ class Frame(Packer):
             begin()
         if known is None:
             bookkeeping_aside(gathering, quiet, repeated)
-            tape = Tape(region.name)
+            tape = Tape(region.name, dual_level_open())
             recorder = Recorder(
                 tape, select, inputs.local, digest=region.digest, casts=casts, decisions=region.decisions
             )
@@ -368,10 +372,14 @@ class Frame(Packer):
                 meta = self.tape.meta_of(self.tape.packed[at][0])
                 return quiet(standing_for, meta, self.shapes.get(at, meta[0]))
             self._fill(at, task)
-        value = self.values.pop(at)
+        # A recorded backward and the one it was recorded from may both read it in one pass.
+        again = self.recorded is not None and self.recorded != task
+        value = self.values[at] if again else self.values.pop(at)
         # Autograd saves no inference tensors: every value has a version.
         if value._version != self.versions.get(at, 0):
             raise RematError(overwritten(self.region.name, value))
+        if torch.is_grad_enabled():
+            hold_again(self, handle, value)
         if task == -1:
             self.forget()
         return value

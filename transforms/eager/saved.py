@@ -260,6 +260,8 @@ class _Passing(threading.local):
 
     task = -1
     frames: Any = ()
+    # The frame that has made values last, by weak reference, where a pass leaves many of them unread.
+    last: Any = None
 
 
 _passing = _Passing()
@@ -275,7 +277,8 @@ def noted(frame: Any, task: int) -> None:
         frames: list[_Noted] = []
         _passing.task, _passing.frames = task, frames
         at_backward_end(lambda: _ended(frames))
-    if not (kept := graph_kept()) and frame.read is None:
+    # (One that is recorded is no part of a backward.)
+    if not (kept := graph_kept() and not torch.is_grad_enabled()) and frame.read is None:
         _passing.frames.append((weakref.ref(frame), None, _NOTHING))
         return
     there = frozenset(frame.values)
@@ -289,6 +292,8 @@ def let_go(frame: Any = None) -> None:
 
     Values of that are about to be made. None: a region runs forward.
     """
+    if frame is not None and (_passing.last is not None or frame.recorded is not None or frame.tape.tangents):
+        _one_at_a_time(frame)
     if not _resting or (frame is None and graph_task() != -1):
         return
     around = [] if frame is None else list(_around(frame))
@@ -298,6 +303,19 @@ def let_go(frame: Any = None) -> None:
             if found is not None and found.task == RESTING and found not in around:
                 _thin(found)
         _resting[:] = [ref for ref in _resting if ref() in around]
+
+
+def _one_at_a_time(frame: Any) -> None:
+    """Let go of what the frame before this one has left unread.
+
+    Through a recorded backward and the forward's own graph a pass comes by twice; of tangents with a history
+    it reads nothing unless it started from one.
+    """
+    last = None if _passing.last is None else _passing.last()
+    if last is not None and last is not frame and last not in _around(frame):
+        last.forget(last.task)
+    leaves = frame.recorded is not None or frame.tape.tangents
+    _passing.last = weakref.ref(frame) if leaves else None
 
 
 def resumed(frame: Any, task: int, at: int) -> bool:

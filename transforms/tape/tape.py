@@ -117,10 +117,11 @@ class Tape:
         offered: ops whose results regions inside keep, and for that reason this one.
         sized_by_data: whether another call may have values of other shapes, its arguments being alike.
         meta: whether the region itself computes on the meta device.
+        tangents: whether forward mode was on around the region.
     """
 
-    def __init__(self, region: str) -> None:
-        self.region = region
+    def __init__(self, region: str, tangents: bool = False) -> None:
+        self.region, self.tangents = region, tangents
         self.nodes: list[Node] = []
         self.makers: list[int] = []
         self.outside: list[Outside] = []

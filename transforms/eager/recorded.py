@@ -1,0 +1,115 @@
+"""A backward that is recorded (`create_graph=True`): what its graph holds of values that were made again.
+
+Each node of that backward saves what its formula reads, recomputed values among it, and the second derivative
+reads them long after. Hooks that are pushed while a node asks for a value hold for the rest of that node
+alone: torch gives each node the hooks of the pass anew. So these hand the region's own handle to the recorded
+graph in the place of a recomputed value, and the second backward has the region make it again. Other values
+stay.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import (
+    graph_task,
+    hooks_disabled,
+    in_transform,
+    is_strided,
+    push_hooks,
+    storage_held,
+    top_hooks,
+)
+from remat.transforms.context import active, quiet
+from remat.transforms.eager.saved import belongs_to_region
+from remat.transforms.ops import geometry, lying_as, metadata, storage
+from remat.transforms.sharded import PLAIN
+from remat.transforms.tape import Held
+
+
+class AskedAgain:
+    """Stands in a recorded backward for a value that a frame makes again, or for another layout of it."""
+
+    __slots__ = ("frame", "handle", "layout", "meta")
+
+    def __init__(self, frame: Any, handle: Any, meta: Any, layout: Any) -> None:
+        self.frame, self.handle, self.meta, self.layout = frame, handle, meta, layout
+
+    def get(self) -> torch.Tensor:
+        value: torch.Tensor = self.frame.unpack(self.handle)
+        if self.layout is None:
+            return value
+        value = quiet(lying_as, value, self.meta)  # hooks may have given back what is kept
+        return quiet(value.as_strided, *self.layout, value.storage_offset())
+
+
+class RecordedNode:
+    """The saved-tensor hooks of one node of a recorded backward, above those that are in force there.
+
+    Autograd holds on to them with what they pack: so they hold no memory of what the node has asked for.
+    """
+
+    __slots__ = ("around", "read", "region")
+
+    def __init__(self, region: str, around: Any) -> None:
+        self.region, self.around = region, around
+        # What it has asked for, by memory, whose number is not given again while a reference is there.
+        self.read: dict[int, tuple[Any, ...]] = {}
+
+    def asks(self, frame: Any, handle: Any, value: torch.Tensor) -> None:
+        if type(value) in PLAIN and is_strided(value) and not value.is_nested:
+            lies = (*geometry(value), value._version, _dense(value))
+            self.read[storage(value)] = storage_held(value), weakref.ref(frame), handle, lies, metadata(value)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        found = self.read.get(storage(tensor)) if type(tensor) in PLAIN else None
+        if found is not None and is_strided(tensor) and not tensor.is_nested:
+            _, ref, handle, lies, meta = found
+            frame, mine = ref(), (*geometry(tensor), tensor._version, _dense(tensor))
+            layout = None if mine == lies else (tensor.shape, tensor.stride())
+            if frame is not None and (layout is None or _same_numbers(mine, lies)):
+                frame.recorded = frame.task if frame.recorded is None else frame.recorded
+                return AskedAgain(frame, handle, meta, layout)
+        return Held(tensor, self.region, self.around)
+
+
+_SHAPE, _STRIDES = 2, 3  # in `geometry`
+
+
+def _same_numbers(mine: tuple[Any, ...], its: tuple[Any, ...]) -> bool:
+    """Whether one tensor has the numbers of another in the same memory and no others, perhaps transposed."""
+    rest = slice(_STRIDES + 1, None)
+    same = mine[:_SHAPE] + mine[rest] == its[:_SHAPE] + its[rest]
+    return same and mine[-1] and math.prod(mine[_SHAPE]) == math.prod(its[_SHAPE])
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether it fills its piece of memory, each place once."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def unpacked(packed: Any) -> torch.Tensor:
+    return packed.get()
+
+
+def hold_again(frame: Any, handle: Any, value: torch.Tensor) -> None:
+    """A node of a recorded backward has asked `frame` for a value: what it saves of that is the handle."""
+    if graph_task() == -1 or active.stack or in_transform() or hooks_disabled() is not None:
+        return
+    around = top_hooks()
+    node = getattr(around[0], "__self__", None) if around is not None else None
+    if type(node) is not RecordedNode:
+        if around is not None and belongs_to_region(around[0]):
+            return  # the forward of a region is under way, which is told what is saved
+        node = RecordedNode(frame.region.name, around)
+        push_hooks(node.pack, unpacked)
+    node.asks(frame, handle, value)
