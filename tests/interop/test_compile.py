@@ -10,7 +10,7 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from remat import debug, nn, save_nothing
-from remat.interop import checkpoint, checkpoint_sequential
+from remat.interop import checkpoint
 from tests.helpers import crossed
 from tests.interop.test_checkpoint import (
     W,
@@ -60,14 +60,6 @@ def test_other_contexts_in_compiled_code_are_refused():
         BackendCompilerFailed, match="expected what create_selective_checkpoint_contexts makes"
     ):
         torch.compile(region, backend="aot_eager", fullgraph=True)(X.clone().requires_grad_(), W)
-
-
-def test_checkpoint_sequential_in_compiled_code():
-    model = stack()
-    compiled = torch.compile(
-        lambda x: checkpoint_sequential(model, 2, x, use_reentrant=False), backend="aot_eager", fullgraph=True
-    )
-    torch.testing.assert_close(recomputed(compiled, X)[1], recomputed(model, X)[1])
 
 
 def test_layers_that_were_made_regions_in_compiled_code():

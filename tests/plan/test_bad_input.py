@@ -52,11 +52,6 @@ def test_integers_no_results_and_inference_have_no_gradient():
         assert BUDGET.plan(network(), X).kept_bytes > 0
 
 
-def test_a_call_without_gradients_needs_no_plan():
-    fn = network().requires_grad_(False)
-    torch.testing.assert_close(remat(fn, policy=BUDGET)(X), fn(X))
-
-
 @pytest.mark.parametrize("fn", (lambda x: x * 2, lambda x: x.view(-1), lambda x: x, torch.sin))
 def test_where_nothing_can_be_saved_the_frontier_is_one_point(fn):
     found = pareto(fn, leaf(), points=3, torch_solvers=())

@@ -211,24 +211,6 @@ def test_one_budget_over_the_regions_of_a_model():
         assert "3 regions keep" in str(planned)
 
 
-def test_model_plan_beats_equal_shares():
-    """Unequal blocks: the common budget goes where it spares most."""
-    small, large = GPTBlock(16, 2), GPTBlock(16, 2)
-    regions = [remat(b, policy=checkpoint_policy(budget=0.4, cost="flops")) for b in (small, large)]
-
-    def fn(x):
-        short = regions[0](x[:, :4])
-        return regions[1](torch.cat((short, x), 1))
-
-    x = torch.randn(1, 32, 16, requires_grad=True)
-    parts = [
-        BudgetPolicy(0.4, cost="flops").plan(small, x[:, :4]),
-        BudgetPolicy(0.4, cost="flops").plan(large, torch.cat((x[:, :4], x), 1)),
-    ]
-    together = plan_model(fn, x, budget=sum(p.kept_bytes for p in parts), cost="flops")
-    assert together.cost <= sum(p.cost for p in parts) * (1 + 1e-3)
-
-
 @pytest.mark.parametrize("budget", sparse([0.5, 0, "free"]))
 def test_nothing_outlives_a_step(budget):
     """Neither recomputed nor kept values: attention saves its own result, which must not hold itself."""

@@ -58,24 +58,6 @@ def test_never_worse_than_torch_on_the_same_graph(name, solver):
         assert ours.bytes <= theirs.bytes and ours.cost <= theirs.cost
 
 
-def test_torch_takes_a_cudnn_kernel_for_free_and_we_do_not():
-    def attend(x):
-        q = k = v = (x @ x.mT).tanh().view(1, 1, 64, 64)
-        out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
-        return out.sin().view(64, 64) @ x
-
-    from tests.plan.inside import fake_mode
-
-    with fake_mode([]):
-        x = torch.empty(64, 64, dtype=torch.bfloat16, requires_grad=True)
-    joint = record(attend, (x * 1,))
-    compiled = compiled_problem(joint, Flops())
-    plan = torch_plan(joint, 0.6)
-    theirs = complete(compiled.problem, compiled.saved(set(plan.values)))
-    assert theirs is not None
-    assert solve(compiled.problem, theirs.bytes).solution.cost <= theirs.cost
-
-
 def block(w, x):
     return torch.tanh(x @ w) @ w
 

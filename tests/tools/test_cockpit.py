@@ -25,8 +25,7 @@ from remat import (
 )
 from remat.nn import apply
 from tests.helpers import rand
-from tests.inside import main
-from tests.tools.inside import BUILT_IN, CATEGORIES, format_bytes, verdict
+from tests.tools.inside import BUILT_IN, CATEGORIES, format_bytes
 
 X, W1, W2 = rand(4, 8), rand(8, 16), rand(16, 8)
 FLOAT = 8
@@ -94,11 +93,6 @@ def test_figures_as_plain_data(found):
     }
     rows = json.loads(compare(loss, X, W1, W2, policies=[save_names("h")]).to_json())["rows"]
     assert [row["policy"] for row in rows] == ["save_names('h')"]
-
-
-def test_what_fits_is_said_in_words():
-    assert verdict("H100-80", 79 * GIB, int(72.7 * GIB)) == "fits an H100-80: yes, 6.3 GiB to spare"
-    assert verdict("B200-192", 178 * GIB, 180 * GIB) == "fits a B200-192: no, 2.0 GiB too much"
 
 
 def test_a_snapshot_is_one_that_torch_reads(found, tmp_path):
@@ -215,10 +209,3 @@ def test_modules_show_their_policies():
     assert f"(0): remat({linear}, policy=save_names('h'))\n" in repr(model)
     assert repr(remat(torch.nn.ReLU())) == "remat(ReLU(), policy=save_nothing)"
     assert repr(remat(model.forward)).endswith(", policy=save_nothing)")
-
-
-def test_the_command_writes_the_page_and_json(capsys, tmp_path):
-    html = tmp_path / "report.html"
-    assert main(["explain", "torch:sin", "--input", "4x8", "--html", str(html), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["name"] == "sin"
-    assert 'id="cockpit-data"' in html.read_text()

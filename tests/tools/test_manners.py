@@ -52,13 +52,6 @@ def test_a_list_of_modules_is_no_layer(layers, write):
     assert len(regions(apply(model, layers=["blocks.*", "named.*"]))) == 5
 
 
-@pytest.mark.parametrize("every", [-1, 1.5, True, "2"])
-def test_every_is_a_number_of_layers(every):
-    with pytest.raises(RematError, match="write every=2 for every second"):
-        apply(Model(), layers="blocks.*", every=every)
-    assert regions(apply(Model(), layers="blocks.*", every=3)) == ["blocks.0", "blocks.3"]
-
-
 # -- functions that run later ------------------------------------------------------------------------------
 
 
@@ -114,26 +107,6 @@ def test_what_runs_after_its_call_is_refused(fn, kind):
 # -- options of other libraries ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "write"),
-    [
-        ({"use_reentrant": False}, "leave it out"),
-        ({"context_fn": print}, "policy="),
-        ({"prevent_cse": False}, "leave it out"),
-        ({"concrete": True}, "static_argnums"),
-        ({"debug": True}, 'determinism_check="exact"'),
-        ({"budget": 0.5}, "checkpoint_policy\\(budget="),
-        ({"polcy": save_names("h")}, "did you mean policy\\?"),
-        ({"wholly_other": 1}, "it takes policy, name, static_argnums"),
-    ],
-)
-@pytest.mark.parametrize("fn", [block])
-def test_other_options_say_what_to_write(options, write, fn):
-    with pytest.raises(RematError, match=write) as told:
-        remat(fn, **options)
-    assert isinstance(told.value, TypeError) and "there is no such option" in str(told.value)
-
-
 # -- names of regions --------------------------------------------------------------------------------------
 
 
@@ -162,21 +135,6 @@ def test_regions_have_the_names_that_users_gave():
 
 
 # -- JAX's names -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        lambda prim, *avals, **params: prim.name == "sin",
-        lambda prim, *_, **__: False,
-        lambda prim, aval: False,
-        type("Rule", (), {"__call__": lambda self, prim, *avals, **params: True})(),
-    ],
-)
-@pytest.mark.parametrize("wrap", [remat, jax_names.checkpoint])
-def test_rules_of_jaxs_shape_are_refused(rule, wrap):
-    with pytest.raises(RematError, match="takes one OpInfo"):
-        wrap(block, policy=rule)
 
 
 def test_rules_of_one_op_are_taken():

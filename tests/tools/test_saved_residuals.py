@@ -1,7 +1,5 @@
 """saved_residuals: what is kept, how large it is, who made it, and where it is found."""
 
-import re
-
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -79,10 +77,6 @@ def test_every_field():
     )  # fmt: skip
 
 
-def test_names_are_seen_without_any_region():
-    assert [r.name for r in saved_residuals(mlp, PARAMS, X) if r.name] == ["hidden"]
-
-
 def test_printed_form(capsys):
     print_saved_residuals(remat(mlp, policy=save_matmuls), PARAMS, X)
     lines = capsys.readouterr().out.splitlines()
@@ -97,11 +91,6 @@ def test_printed_form(capsys):
     ]
     print_saved_residuals(mlp, PARAMS, X)
     assert "named 'hidden', output of aten.tanh from test_saved_residuals.py" in capsys.readouterr().out
-
-
-def test_total():
-    found = saved_residuals(remat(mlp, policy=save_matmuls), PARAMS, X)
-    assert found.bytes == sum(r.bytes for r in found) == 472
 
 
 def test_several_regions():
@@ -120,12 +109,6 @@ def test_views_of_one_block_are_one_residual_of_its_whole_size():
         ("output", "aten.sin.default", 32),
         ("output", "aten.sum.default", 8),
     ]
-
-
-def test_reads_nothing_keeps_nothing():
-    assert saved_residuals(lambda x: x + 1, X) == []
-    assert saved_residuals(lambda x: x.argmax(), X) == []
-    assert saved_residuals(lambda n: n + 1, 3) == []
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, remat])
@@ -183,16 +166,6 @@ def test_functions_that_use_torch_func():
     ]
 
 
-def test_builtins():
-    assert [r.why for r in saved_residuals(torch.exp, rand(3))] == ["output"]
-    assert [(r.why, r.path) for r in saved_residuals(torch.sin, rand(3))] == [("argument", "args[0]")]
-
-
-def test_error_inside_goes_through():
-    with pytest.raises(ZeroDivisionError):
-        saved_residuals(lambda x: x / (1 // 0), X)
-
-
 def test_leaves_random_numbers_and_gradients_alone():
     state = torch.get_rng_state()
     x = rand(8, 8).requires_grad_()
@@ -223,12 +196,6 @@ def test_bytes_are_those_that_stay_alive(name, policy):
         nodes = [t.grad_fn for t in pytree.tree_leaves(fn(*leaves)) if isinstance(t, torch.Tensor)]
         kept = live.bytes
     assert nodes and inside == kept
-
-
-def test_line_of_every_maker_is_in_this_file():
-    for residual in saved_residuals(mlp, PARAMS, X):
-        if residual.op is not None:
-            assert re.fullmatch(re.escape(__file__) + r":\d+ \(mlp\)", residual.location or "")
 
 
 @pytest.mark.parametrize("policy", [save_matmuls, offload_matmuls, save_names("b")])
