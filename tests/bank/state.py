@@ -157,11 +157,6 @@ def cache_of_the_first(m, x, y):
     return x * m.cache.setdefault("first", y.detach().mean(0).sin())
 
 
-@program("", "draws memory")
-def sobol_sequence(m, x, y):
-    return (x + torch.quasirandom.SobolEngine(4).draw(len(x), dtype=x.dtype)).sin() * y
-
-
 @program("", "buffers numbers")
 def ring_of_rows(m, x, y):
     at = int(m.steps)

@@ -225,3 +225,20 @@ def test_a_tensor_passed_with_and_without_a_derivative():
         return vmap(lambda x: grad(lambda a: f(a, x).sum())(x))(rand(5, 3, 4))
 
     same(run(remat(region)), run(region))
+
+
+@pytest.mark.xfail(
+    strict=True, reason="what the hooks pack is read where nobody wrote it: gradients are any numbers"
+)
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+def test_hooks_inside_a_region_under_vmap(policy):
+    def region(x, y):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
+            return (x * y).sin()
+
+    def run(fn):
+        x, y = rand(3, 4).requires_grad_(), rand(4)
+        return torch.autograd.grad(vmap(fn, (0, None))(x, y).sin().sum(), x)
+
+    with nan_where_nobody_wrote():
+        same(run(remat(region, policy=policy)), run(region))

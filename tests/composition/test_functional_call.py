@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from remat import remat, save_matmuls, save_nothing, scan_remat
-from tests.helpers import rand, same
+from tests.helpers import crossed, rand, same
 
 
 class Net(nn.Module):
@@ -113,9 +113,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("swapped", ["b", "lin.weight", "both"])
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "run", "swapped"), crossed(WAYS, RUNS, ["b", "lin.weight", "both"]))
 def test_recomputations_see_what_was_put_in(way, run, swapped):
     names = ["b", "lin.weight"] if swapped == "both" else [swapped]
 

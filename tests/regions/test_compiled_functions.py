@@ -127,6 +127,7 @@ def test_what_compiled_functions_do(body: str) -> None:
     check(body, "aot_eager", remat)
 
 
+@pytest.mark.slow
 def test_inductor_code_in_a_region() -> None:
     """Its kernels write raw memory, of which ops tell a half: gradients were off by 25."""
     check("products", "inductor", lambda fn: remat(fn, policy=save_matmuls))
@@ -246,7 +247,10 @@ def products_along(x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
     return associative_scan(lambda a, b: a * b, (x @ weight).sin(), dim=0, combine_mode="generic").cos()
 
 
-@pytest.mark.parametrize("body", [loop, steps_in_a_scan, rows, products_along])
+SLOW = [pytest.param(f, marks=pytest.mark.slow) for f in (steps_in_a_scan, rows, products_along)]
+
+
+@pytest.mark.parametrize("body", [loop, *SLOW])
 def test_operators_of_torch_that_compile_themselves(
     body: Callable[..., Any], policy: str = "matmuls"
 ) -> None:

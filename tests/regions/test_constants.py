@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from remat import remat, save_matmuls, save_nothing
-from tests.helpers import OpCounter, same, scalar
+from tests.helpers import OpCounter, scalar
 from tests.regions.inside import constants
 from tests.rotary import Alone, block, chain, inputs, rotate
 
@@ -109,13 +109,3 @@ def test_written_viewed_drawn_and_large_values_are_nobodys_constants():
         return gradients(chain(wrap(odd))(w, x), (w, x))
 
     assert all(map(torch.equal, run(remat), run(lambda f: f)))
-
-
-def test_second_order():
-    w, x = inputs()
-
-    def twice(region):
-        (first,) = torch.autograd.grad(chain(region)(w, x), w, create_graph=True)
-        return torch.autograd.grad(first.square().sum(), (w, x))
-
-    same(twice(remat(block)), twice(block))

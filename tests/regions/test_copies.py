@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.func import functional_call, grad
+from torch.func import grad
 
 from remat import RematError, remat, save_matmuls, save_nothing
 from remat.nn import apply_to
@@ -105,15 +105,6 @@ def test_what_is_set_on_either_is_set_on_both():
     region.register_forward_hook(lambda *_: calls.append("hook"))
     region(rand(2, 4).requires_grad_()).sum().backward()
     assert calls == ["hook"]
-
-
-def test_functions_of_parameters_call_a_region():
-    region, x = remat(Block()), rand(2, 4)
-    params = {name: p.detach() for name, p in region.named_parameters()}
-    want = grad(lambda p: functional_call(region.__wrapped__, p, x).sum())(params)  # pyright: ignore[reportArgumentType]
-    got = grad(lambda p: functional_call(region, p, x).sum())(params)
-    assert all(torch.equal(got[name], want[name]) for name in want)
-    assert functional_call(region, {n: torch.zeros_like(p) for n, p in params.items()}, x).eq(0).all()
 
 
 def test_layers_are_made_regions_once():

@@ -96,23 +96,6 @@ def test_a_fault_at_any_op_leaves_the_next_step_right(error, policy, runs_again)
     same(step(model, x)[:-1], expected[:-1], 1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("error", ["exception", "memory"])
-def test_a_fault_under_func_grad(error):
-    torch.manual_seed(0)
-    weight, x = torch.randn(4, 4, dtype=torch.float64), torch.linspace(-1, 1, 4, dtype=torch.float64)
-    inner = remat(lambda x: torch.tanh(x @ weight).sin())
-    whole = remat(lambda x: inner(inner(x)).sum())
-    expected, before, counted = grad(whole)(x), ambient(), Fault()
-    with counted:
-        grad(whole)(x)
-    for at in range(1, counted.count + 1):
-        with pytest.raises(BaseException, match="a fault"), Fault(at, ERRORS[error]()):
-            grad(whole)(x)
-        assert ambient() == before, f"op {at}"
-        same(grad(whole)(x), expected, 0.0)
-
-
 @pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_fault_keeps_nothing_alive(every):
     torch.manual_seed(0)

@@ -87,7 +87,7 @@ def test_every_number_is_drawn_again(program):
         assert torch.equal(torch.get_rng_state(), after)
 
 
-@pytest.mark.parametrize("program", [walk, seeded, two_generators, odd_numbers], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("program", [seeded, two_generators], ids=lambda p: p.__name__)
 def test_a_run_of_small_draws_keeps_one_state(program):
     # One for each draw was 510,656 bytes (100 draws), where torch's checkpoint holds 5,056.
     y, w = operands()
@@ -129,7 +129,7 @@ def test_kept_draws_are_passed_over():
     assert all(map(torch.equal, torch.autograd.grad(region(y, w).sum(), (y, w)), want))
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("program", [walk, odd_numbers, seeded_between], ids=lambda p: p.__name__)
 def test_second_order_and_torch_func(program):
     y, w = operands()
 

@@ -59,20 +59,6 @@ def test_module_hooks_see_right_values_once_per_pass(policy, passes):
     assert seen == expected and all(len(values) == 1 for values in expected.values())
 
 
-@POLICIES
-@pytest.mark.parametrize("inner", [save_nothing, save_matmuls], ids=repr)
-def test_module_hooks_in_nested_regions(policy, inner):
-    expected, gradients = observed(lambda m: m, 3)
-
-    def nested(model):
-        part = remat(nn.Sequential(*model[1:4]), policy=inner)
-        return remat(lambda x: model[4](part(model[0](x))), policy=policy)
-
-    seen, got = observed(nested, 3)
-    same(got, gradients)
-    assert seen == expected
-
-
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
 def test_module_hooks_run_again_where_the_function_does(policy):
     """With a kernel that went unseen: up to the last value that the backward wants, with the same numbers."""

@@ -63,14 +63,14 @@ def inside(x):
     return remat(langevin)(x.sin())
 
 
-PROGRAMS = [langevin, by_backward, traces, products_with_hessians, inside]
+PROGRAMS = [by_backward, traces, products_with_hessians, inside]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_inner_graphs_go_at_once(program):
     x, region = torch.randn(64, 16), remat(program)
     without = program if program is not inside else lambda x: langevin(x.sin())
-    for _ in range(3):
+    for _ in range(2):
         most, out = peak(region, x)
         plain, want = peak(without, x)
         assert torch.equal(out, want)

@@ -11,67 +11,7 @@ from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import RematError, checkpoint_policy, remat, scan_remat
-from tests.helpers import FEW, POLICIES, crossed, jvp, leaves_of, rand, same, unseen, vjp
-
-
-def noisy(x, w):
-    h = F.dropout(torch.tanh(x @ w), 0.5)
-    h = h * torch.rand_like(h) + torch.randn(h.shape, dtype=h.dtype)
-    return torch.sin(h) * torch.bernoulli(torch.full_like(h, 0.5))
-
-
-ARGS = rand(4, 4), rand(4, 4, seed=1)
-
-
-def loss(fn):
-    return lambda x, w: fn(x, w).square().sum()
-
-
-def late_pullback(fn, x, w):
-    out, pullback = vjp(fn, x, w)
-    torch.manual_seed(17)
-    return out, pullback(out), pullback(out * 2)
-
-
-RUNS = {
-    "backward": lambda fn, x, w: torch.autograd.grad(loss(fn)(x, w), (x, w)),
-    "double": lambda fn, x, w: torch.autograd.grad(
-        torch.autograd.grad(loss(fn)(x, w), x, create_graph=True)[0].square().sum(), (x, w)
-    ),
-    "grad": lambda fn, x, w: grad(loss(fn), (0, 1))(x.detach(), w.detach()),
-    "vjp": lambda fn, x, w: late_pullback(fn, x.detach(), w.detach()),
-    "jvp": lambda fn, x, w: jvp(fn, (x.detach(), w.detach()), (x.detach(), w.detach())),
-    "grad_grad": lambda fn, x, w: grad(lambda x: grad(loss(fn))(x, w.detach()).square().sum())(x.detach()),
-    "vmap_different": lambda fn, x, w: vmap(grad(loss(fn)), (0, None), randomness="different")(
-        torch.stack([x, x]).detach(), w.detach()
-    ),
-    "grad_vmap": lambda fn, x, w: grad(
-        lambda w: vmap(fn, (0, None), randomness="different")(torch.stack([x, x]).detach(), w).square().sum()
-    )(w.detach()),
-}
-
-
-@pytest.mark.parametrize(("run", "policy"), crossed(RUNS, FEW))
-def test_same_numbers_and_same_state_afterwards(policy, run):
-    def measure(fn):
-        torch.manual_seed(5)
-        return RUNS[run](fn, *leaves_of(ARGS)), torch.get_rng_state()
-
-    got, expected = measure(remat(noisy, policy=POLICIES[policy])), measure(noisy)
-    same(got, expected)
-    assert torch.equal(got[1], expected[1])
-
-
-@pytest.mark.parametrize("policy", FEW)
-def test_one_draw_for_all_examples(policy):
-    def run(fn):
-        torch.manual_seed(0)
-        return vmap(grad(lambda x: fn(x).sum()), randomness="same")(rand(3, 4)), torch.get_rng_state()
-
-    def region(x):
-        return torch.exp(x * torch.rand(4, dtype=x.dtype)) * torch.randn(4, dtype=x.dtype)
-
-    same(run(remat(region, policy=POLICIES[policy])), run(region))
+from tests.helpers import POLICIES, crossed, rand, same, unseen
 
 
 def test_seeding_inside():
@@ -183,17 +123,9 @@ def test_generator_of_its_own_in_a_nested_region(how):
     same(steps(remat), steps(lambda f: f))
 
 
-def test_gradient_vanishes_exactly_where_the_value_was_dropped():
-    region = remat(lambda x: F.dropout(x.exp(), 0.5))
-    grads, out = torch.func.grad_and_value(lambda x: (lambda y: (y.sum(), y))(region(x)), has_aux=True)(
-        rand(64)
-    )
-    assert torch.equal(grads == 0, out[1] == 0) and 0 < int((grads == 0).sum()) < 64
-
-
 def test_vmap_refuses_random_ops_as_without_remat():
     with pytest.raises(RuntimeError, match="randomness"):
-        vmap(remat(noisy), (0, None))(torch.stack([ARGS[0], ARGS[0]]), ARGS[1])
+        vmap(remat(torch.rand_like))(rand(2, 4))
 
 
 @pytest.mark.parametrize("by", ["autograd", "func"])

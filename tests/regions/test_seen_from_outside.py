@@ -79,19 +79,6 @@ def test_a_raw_kernel_that_writes_over_a_visible_value(policy):
 
 
 @POLICIES
-def test_numbers_that_python_reads(policy):
-    def route(x):
-        c = (x @ W).sin()
-        return torch.stack([c[i, j].exp() for i, j in enumerate(c.argmax(1).tolist())]).sin()
-
-    def scale(x):
-        return (x.exp() * float((x @ W).detach().numpy().sum())).sin()
-
-    for fn in (route, scale):
-        check(lambda wrap, fn=fn: grads(wrap(fn)), policy)
-
-
-@POLICIES
 @pytest.mark.parametrize("times", [1, 2])
 def test_numbers_that_python_reads_under_torch_func(policy, times):
     """They are there again in the recomputation, though nothing else there needs them."""

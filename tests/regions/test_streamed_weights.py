@@ -240,14 +240,3 @@ def test_one_weight_that_is_swapped_twice_in_a_region():
         return found
 
     torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("way", ["data", "empty data", "resized", "pool"])
-def test_two_backwards_of_one_forward(way):
-    def run(wrap):
-        model = streamed(layers(), WAYS[way]())
-        x = X.clone().requires_grad_()
-        out, given = wrap(model)(x).pow(3).sum(), [x, *model.parameters()]
-        return [g for _ in range(2) for g in torch.autograd.grad(out, given, retain_graph=True)]
-
-    torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)

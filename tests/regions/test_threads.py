@@ -125,7 +125,7 @@ def evaluates(seed: int, policy: Any, steps: int) -> list[Tensor]:
         return [model(x) for x in batches(seed, steps)]
 
 
-@pytest.mark.parametrize("steps", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_two_train_and_one_evaluates(steps):
     jobs = [
         lambda: trains(1, save_nothing, steps),
@@ -135,7 +135,7 @@ def test_two_train_and_one_evaluates(steps):
     compare(jobs)
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [20, pytest.param(300, marks=pytest.mark.slow)])
 def test_under_torch_func(steps):
     jobs = [
         lambda: trains_by_func(1, save_nothing, steps),

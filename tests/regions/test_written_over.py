@@ -117,17 +117,3 @@ def test_reports_say_so(layer):
     window, x = torch.randn(N, N), torch.randn(2, N, requires_grad=True)
     found = saved_residuals(remat(lambda x: layer(0, x, window)), x)
     assert sum(r.bytes for r in found if r.why == "captured") == 2 * SIZE  # the window and the home; 3 before
-
-
-@pytest.mark.parametrize("layer", [copied, assigned, zeroed, many, by_halves, added])
-def test_torch_func(layer):
-    def run(fn):
-        torch.manual_seed(1)
-        window, x = torch.randn(N, N) / 8, torch.randn(2, N)
-        found = []
-        for i in range(3):
-            call = torch.func.grad(lambda x, window, i=i: fn(i, x, window).square().sum())
-            found += [call(x, window), window.clone()]
-        return found
-
-    torch.testing.assert_close(run(remat(layer, static_argnums=0)), run(layer))
