@@ -25,12 +25,6 @@ X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_se
 W = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture(autouse=True)
-def afresh() -> None:
-    # Dynamo counts recompilations by code, and the code of a test is that of all its cases.
-    torch.compiler.reset()
-
-
 def hidden(x: Tensor) -> Tensor:
     return (x @ W).sin()
 

@@ -24,11 +24,6 @@ from tests.compiled import compiled
 from tests.helpers import CASES, POLICIES, gradients, leaves_of, rand, same, scalar
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def copies(monkeypatch) -> list[bool]:
     """Whether each attempt to copy succeeded."""

@@ -16,11 +16,6 @@ from tests.helpers import crossed
 W = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture(autouse=True)
-def afresh() -> None:
-    torch.compiler.reset()
-
-
 def product(x: Tensor) -> Tensor:
     return (x @ W).sin() * x
 

@@ -32,11 +32,6 @@ transforms = pytest.mark.parametrize("transform", [capture_grads])
 NAMES = ["h", "out"]
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-
-
 def equal(fn, *args, tolerance=1e-10, **options):
     """`fn` does the same compiled and in eager."""
     same(compiled(fn, **options)(*args), fn(*args), tolerance)

@@ -13,11 +13,6 @@ from tests.helpers import gradients, rand, same
 from tests.rotary import Alone, angles, block, chain, inputs, rotate
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
 def test_a_backward_evaluates_no_sines(policy):
     w, x = inputs()

@@ -34,11 +34,6 @@ POLICIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-
-
 def block(w: Tensor, x: Tensor) -> Tensor:
     """Every policy above keeps something else of it."""
     h = checkpoint_name(torch.tanh(x @ w), "h")

@@ -28,11 +28,6 @@ from tests.helpers import rand, same
 marked = torch.compiler.nested_compile_region
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def once(monkeypatch):
     """Every compiler lowers a subgraph once."""

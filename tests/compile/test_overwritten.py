@@ -27,11 +27,6 @@ POLICIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def afresh() -> None:
-    torch.compiler.reset()
-
-
 class Overwritten(torch.nn.Module):
     """Scales by what a buffer was, and overwrites it by `write(buffer, rows' mean)`."""
 

@@ -17,11 +17,6 @@ from tests.compiled import Graphs, compiled
 from tests.helpers import rand, same
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-
-
 class Nodes(Graphs):
     """Keeps the graphs: `nodes` of the last one, of the backward where there is one."""
 

@@ -17,12 +17,6 @@ W = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_se
 START = torch.arange(1.0, 5.0, dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def afresh() -> None:
-    # Dynamo counts recompilations by code, and the code of a test is that of all its cases.
-    torch.compiler.reset()
-
-
 def scaled(r: Any) -> Any:
     state = START.clone()
 
