@@ -160,7 +160,7 @@ class Frame(Packer):
             begin()
         if known is None:
             bookkeeping_aside(gathering, quiet, repeated)
-            tape = Tape(region.name, dual_level_open())
+            tape = Tape(region.name)
             recorder = Recorder(
                 tape, select, inputs.local, digest=region.digest, casts=casts, decisions=region.decisions
             )
@@ -225,6 +225,7 @@ class Frame(Packer):
         else:
             recorder.leave()
             self.tape = recorder.tape
+            self.tape.tangents = dual_level_open()
             settle(self, recorder, out)
             holds(self)
             compare(self, recorder, out)

@@ -120,8 +120,8 @@ class Tape:
         tangents: whether forward mode was on around the region.
     """
 
-    def __init__(self, region: str, tangents: bool = False) -> None:
-        self.region, self.tangents = region, tangents
+    def __init__(self, region: str) -> None:
+        self.region, self.tangents = region, False
         self.nodes: list[Node] = []
         self.makers: list[int] = []
         self.outside: list[Outside] = []
