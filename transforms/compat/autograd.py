@@ -545,8 +545,12 @@ def below_levels() -> Iterator[None]:
     if not in_transform():
         yield
         return
-    with temporarily_clear_interpreter_stack(), _snapshot_taken():
-        yield
+    with temporarily_clear_interpreter_stack():
+        if not torch._C._dispatch_tls_local_exclude_set().has(_SNAPSHOT):
+            yield
+            return
+        with _snapshot_taken():
+            yield
 
 
 def autograd_again() -> contextlib.AbstractContextManager[Any]:
@@ -558,18 +562,17 @@ def autograd_again() -> contextlib.AbstractContextManager[Any]:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
+_SNAPSHOT = torch._C.DispatchKey.PythonTLSSnapshot
+
+
 def _snapshot_taken() -> contextlib.AbstractContextManager[Any]:
     """Within, what reaches Python from a dispatch has the state of the dispatch's begin to go back to.
 
     A functorch level's rule runs below that point. On 2.11 a tensor that dispatches to Python, as those of
     AOTAutograd do, fails an internal assertion there. (2.13 and 2.15 do without.)
     """
-    key = torch._C.DispatchKey.PythonTLSSnapshot
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    if not excluded.has(key):
-        return contextlib.nullcontext()
-    included = torch._C._dispatch_tls_local_include_set()
-    return torch._C._ForceDispatchKeyGuard(included, excluded.remove(key))
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(_SNAPSHOT)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

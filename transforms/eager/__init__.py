@@ -7,6 +7,7 @@ from remat.transforms.eager.inputs import (
     Inputs,  # the arguments of one call, and the state around it
 )
 from remat.transforms.eager.levels import (
+    NOTHING_REVERSED,  # what `served_level` is where no level differentiates in reverse
     LevelFrame,  # a frame at one level of torch.func
     LevelInputs,  # the arguments of one call at a level
     Unserved,  # a forward that the primitive must run

@@ -57,6 +57,7 @@ from remat.transforms.eager.saved import (
     hook,
     let_go,
     noted,
+    resting,
     resumed,
     users,
     users_own,
@@ -113,6 +114,7 @@ class Frame(Packer):
         whole: whether all that autograd saves is held.
         early: saved values of a function that differentiates, by their handles, while it runs.
         recorded: the first pass that was recorded and holds handles of values; None while there is none.
+        plain: whether it serves plain autograd.
         read, later: what a pass that kept its graph has read, and what passes after such a one read again.
     """
 
@@ -123,6 +125,7 @@ class Frame(Packer):
     whole = False
     early: Any = None
     recorded: int | None = None
+    plain = True
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.region, self.inner = inputs, inputs.region, 0
@@ -151,7 +154,8 @@ class Frame(Packer):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: CachedTrace | None) -> Any:
         """Run the function and settle what is kept of it; `known` is what an earlier call did."""
-        let_go()
+        if resting:
+            let_go()
         region, inputs, pack = self.region, self.inputs, self.pack
         casts, select, begin = inputs.ambient.casts, region.selector, inputs.note_random
         if known is not None and known.tape.writes_arguments and not known.tape.shares_alike(inputs.local):
@@ -229,7 +233,8 @@ class Frame(Packer):
             settle(self, recorder, out)
             holds(self)
             compare(self, recorder, out)
-        hold_kept(self, recorder, out)
+        if self.kept or recorder.parent is not None or self.inputs.hooks is not None:
+            hold_kept(self, recorder, out)
 
     def differentiated(self, out: Any) -> list[torch.Tensor]:
         """The results with a history."""
@@ -379,7 +384,7 @@ class Frame(Packer):
         # Autograd saves no inference tensors: every value has a version.
         if value._version != self.versions.get(at, 0):
             raise RematError(overwritten(self.region.name, value))
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.plain:
             hold_again(self, handle, value)
         if task == -1:
             self.forget()
@@ -388,7 +393,8 @@ class Frame(Packer):
     def _fill(self, at: int, task: int) -> None:
         """Make saved value `at` again, and with it what else this backward reads."""
         let_go(self)
-        self.forget(task)
+        if self.values or self.inputs.hooks is not None:
+            self.forget(task)
         self.task = task
         with below_levels() if in_transform() else _NOTHING:
             self._run(at)
@@ -409,14 +415,14 @@ class Frame(Packer):
         program = self.program
         if program is None:
             raise RematError(f"region {self.region.name!r}: its forward was broken off: it has no backward")
-        part = self._part()
+        part = None if self.reach is None else self._part()
         if part is not None and at in part:
             program = self._program_for(sorted(part))
         elif self.spent:
             program = self._program_anew()
-        spend = program is self.program and self._spends()
+        spend = bool(self.kept) and program is self.program and self._spends()
         take: Any = self.kept.__getitem__
-        if spend and self.kept:
+        if spend:
             take, self.spent = self.kept.pop, True
         # Hooks of the user's may run a forward, as those of torch's checkpoint do.
         there = {at: self.held[at].get(self.inputs, at) for at in program.outside}
@@ -437,7 +443,8 @@ class Frame(Packer):
                 there[at] = quiet(scratch[root].view, there[at])
         graded, end = torch.is_grad_enabled(), recomputing(self.region.name)
         random = self.random if self.region.preserve_rng_state else {}
-        contexts = self.inputs.ambient_contexts(casts=False)
+        ambient = self.inputs.ambient
+        contexts: list[Any] = [ambient.restored(False)] if ambient.must_be_restored() else []
         if program.draws and random:
             contexts.append(generators_again(random.values()))
         if self.store is not None:

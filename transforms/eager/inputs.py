@@ -152,15 +152,12 @@ class Inputs:
             needed.append(self.swap.lenient())
         if self.bindings is not None and self.bindings.changed():
             needed.append(self.bindings.restored())
-        needed.extend(self.ambient_contexts(casts=True))
+        if self.ambient.must_be_restored():
+            needed.append(self.ambient.restored(True))
         if modules_watched():
             # They would add ops of their own to the replay: inputs are leaves there, not in the forward.
             needed.append(without_module_trackers())
         return needed
-
-    def ambient_contexts(self, casts: bool) -> list[AbstractContextManager[Any]]:
-        """What has to be put back; `casts`: for the function, not for ops, among which its casts are."""
-        return [self.ambient.restored(casts)] if self.ambient.must_be_restored() else []
 
     def path(self, at: int | None, tensor: torch.Tensor) -> str | None:
         """What the user calls the argument number `at`, or a captured tensor."""

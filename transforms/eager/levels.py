@@ -74,8 +74,14 @@ class Unserved(BaseException):
     """A forward that the primitive must run."""
 
 
+NOTHING_REVERSED = 0  # no level has this number
+
+
 def served_level() -> int | None:
-    """The level that differentiates, if it is the only one and a frame serves what runs here."""
+    """The level that differentiates, if it is the only one and a frame serves what runs here.
+
+    NOTHING_REVERSED where vmaps and forward mode are all that torch.func does around here.
+    """
     number, forward = None, False
     for level in level_stack() or ():
         key = level.key()
@@ -85,8 +91,10 @@ def served_level() -> int | None:
             forward = True
         elif key != VMAP:
             return None
+    if number is None:
+        return NOTHING_REVERSED
     # (A plain dual level pushes tangents forward below all levels.)
-    if number is None or (dual_level_open() and not forward) or torch.is_inference_mode_enabled():
+    if (dual_level_open() and not forward) or torch.is_inference_mode_enabled():
         return None
     if forward and batched_grads_around():
         return None  # by a vmap that does not know of tangents
@@ -121,7 +129,9 @@ class LevelInputs(Inputs):
             tops, pairs = self.tensors, [wrappers_of(t) for t in self.tensors]
             self.local, self.around = [bottom for bottom, _ in pairs], tuple([around for _, around in pairs])
         self.inference = any([t.is_inference() for t in self.local])
-        self.graded = [i for i, t in enumerate(tops) if at_level(t, level).requires_grad]
+        self.graded = [
+            i for i, t in enumerate(tops) if (t if level_of(t) <= level else at_level(t, level)).requires_grad
+        ]
         self.undo: Any = None
 
     def signature(self) -> Any:
@@ -158,10 +168,12 @@ class LevelFrame(Frame):
         ends: the results as the level sees them.
         saved: what autograd saves in a first call, with versions, until it is known that a frame serves it.
         whole: whether all of that is held after all: what is to run again takes the primitive.
+        pass_of_func: the last pass that was found to be that of a transform.
         unserved: whether it was found that the primitive must run this.
     """
 
     inputs: LevelInputs
+    plain = False
 
     def __init__(self, inputs: LevelInputs) -> None:
         super().__init__(inputs)
@@ -170,6 +182,7 @@ class LevelFrame(Frame):
         self.ends: list[torch.Tensor] = []
         self.saved: list[tuple[torch.Tensor, int]] | None = None
         self.whole = self.unserved = False
+        self.pass_of_func = -1
 
     def forward(self, args: Any, kwargs: Any, known: Any) -> Any:
         message = hooks_disabled()
@@ -213,7 +226,8 @@ class LevelFrame(Frame):
             )
         else:
             bottoms = [wrappers_of(t)[0] for t in results]
-        self.ends = [at_level(t, self.inputs.level) for t in results]
+        level = self.inputs.level
+        self.ends = [t if level_of(t) <= level else at_level(t, level) for t in results]
         with below_levels():
             super().end(known, recorder, bottoms)
 
@@ -252,7 +266,9 @@ class LevelFrame(Frame):
             handles = [self._expected(part) for part in parts]
             return (handles[0] if len(handles) == 1 else handles), around
         bottom, around = wrappers_of(tensor)
-        return self._expected(bottom), around
+        recorder: Any = self.recorder
+        at = recorder.packs
+        return at if recorder.expects(bottom) else self._unexpected(bottom, at), around
 
     def _parts(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
         if not in_transform():
@@ -270,8 +286,9 @@ class LevelFrame(Frame):
     def _expected(self, bottom: torch.Tensor) -> Any:
         recorder: Any = self.recorder
         at = recorder.packs
-        if recorder.expects(bottom):
-            return at
+        return at if recorder.expects(bottom) else self._unexpected(bottom, at)
+
+    def _unexpected(self, bottom: torch.Tensor, at: int) -> Any:
         self.handles += [None] * (at - len(self.handles))
         with below_levels():
             return self._packed(bottom)
@@ -280,10 +297,24 @@ class LevelFrame(Frame):
         if type(handle) is not tuple:
             return super().unpack(handle)
         at, around = handle
-        values = [self._value(one) for one in at] if type(at) is list else [self._value(at)]
+        task = graph_task()
+        if type(at) is list:
+            values = [self._value(one) for one in at]
+        elif type(at) is int and self.recorder is None and (there := self.direct.get(at)) in self.held:
+            if (input := self.held[there]).unpack is None:
+                values = [input.get(self.inputs, there)]
+            else:
+                values = [self._value(at)]
+        elif self.recorder is None and in_transform():
+            with below_levels():
+                values = [super().unpack(at)]
+        else:
+            values = [self._value(at)]
         dead = is_dead(self.probe)
-        if not (dead or self.whole) and torch.is_grad_enabled() and graph_task() != -1:
-            if not in_pass_of_func():
+        if not (dead or self.whole) and torch.is_grad_enabled() and task != -1:
+            if task != self.pass_of_func and in_pass_of_func():
+                self.pass_of_func = task
+            if task != self.pass_of_func:
                 raise RematError(
                     f"region {self.region.name!r} is differentiated inside a torch.func transform by "
                     "torch.autograd.grad(create_graph=True). Nest the transforms instead: torch.func.grad of "
@@ -297,6 +328,8 @@ class LevelFrame(Frame):
                 push_hooks(self.left, self.not_held)
             else:
                 set_grad_enabled(False)
+        if not dead and len(around) == 1 and around[0][1] is None:
+            return wrap_for_grad(values[0], around[0][0])
         value = self._wrapped(values, 0, around, dead)
         if dead:
             # (Autograd gives what it unpacks a history, which a wrapper of an ended level hides.)

@@ -250,7 +250,7 @@ RESTING = -2  # the `task` of a frame whose values have outlived their pass
 # The frames whose values have, by weak reference: what a region keeps goes when its nodes are through. All
 # threads have one list, since a pass ends in another thread than it ran in. Whoever changes it, or lets go of
 # what lies in its frames, holds the lock.
-_resting: list[weakref.ref[Any]] = []
+resting: list[weakref.ref[Any]] = []
 _lock = threading.RLock()
 
 
@@ -294,15 +294,15 @@ def let_go(frame: Any = None) -> None:
     """
     if frame is not None and (_passing.last is not None or frame.recorded is not None or frame.tape.tangents):
         _one_at_a_time(frame)
-    if not _resting or (frame is None and graph_task() != -1):
+    if not resting or (frame is None and graph_task() != -1):
         return
     around = [] if frame is None else list(_around(frame))
     with _lock:
-        for ref in _resting:
+        for ref in resting:
             found = ref()
             if found is not None and found.task == RESTING and found not in around:
                 _thin(found)
-        _resting[:] = [ref for ref in _resting if ref() in around]
+        resting[:] = [ref for ref in resting if ref() in around]
 
 
 def _one_at_a_time(frame: Any) -> None:
@@ -409,7 +409,7 @@ def _rest(frame: Any) -> None:
         frame.values = {at: value for at, value in frame.values.items() if stays(at, value)}
         if frame.values:
             frame.task = RESTING
-            _resting.append(weakref.ref(frame))
+            resting.append(weakref.ref(frame))
 
 
 # -- hooks, and transforms of torch.func --------------------------------------------------------------

@@ -30,8 +30,6 @@ from remat.transforms.closure import (
     stored_first,
 )
 from remat.transforms.compat import (
-    JVP,
-    VMAP,
     allow_hooks,
     below_levels,
     depth,
@@ -45,7 +43,6 @@ from remat.transforms.compat import (
     is_wrapped,
     jit_trace,
     level_of,
-    level_stack,
     modes_active,
     pop_hooks,
     push_hooks,
@@ -74,6 +71,7 @@ from remat.transforms.context import (
     selective_around,
 )
 from remat.transforms.eager import (
+    NOTHING_REVERSED,
     Frame,
     Inputs,
     LevelFrame,
@@ -152,9 +150,15 @@ def run(
     if (active.transparent and _transparent()) or torch.compiler.is_exporting() or jit_trace() is not None:
         return region.function(*args, **kwargs)
     if in_transform():
-        if _nothing_reversed():
+        level = served_level()
+        if level == NOTHING_REVERSED:
             return _run_forward(region, args, kwargs, bind)
-        if (level := _framed(region)) is not None:
+        cache = region.cache
+        unframed = (
+            cache.unframed or cache.uses_func or cache.differentiates or cache.copied or cache.by_levels
+        )
+        traced = active.sessions or (modes_active() and is_tracing())
+        if level is not None and not unframed and not traced:
             if function_modes():
                 with past_function_modes():
                     return _run_leveled(region, args, kwargs, bind, level)
@@ -206,11 +210,6 @@ def _graded(leaves: Iterable[Any]) -> bool:
                 if tangent is not None and unwrapped(tangent).requires_grad:
                     return True
     return False
-
-
-def _nothing_reversed() -> bool:
-    """Whether vmaps and forward mode are all that torch.func does around here."""
-    return all([level.key() in (VMAP, JVP) for level in level_stack() or ()])
 
 
 @uncompiled
@@ -269,16 +268,6 @@ def _leave_out(begun: Iterable[tuple[Any, int]]) -> None:
             node.optional = True
 
 
-def _framed(region: Region) -> int | None:
-    """The level at which a frame serves this call, if one does."""
-    cache = region.cache
-    if cache.unframed or cache.uses_func or cache.differentiates or cache.copied or cache.by_levels:
-        return None
-    if active.sessions or (modes_active() and is_tracing()):
-        return None
-    return served_level()
-
-
 def _reads_trained(function: Any, reach: Any) -> bool:
     """Whether plain autograd differentiates what a function captures, by all that can be told before a call.
 
@@ -305,7 +294,7 @@ def _run_leveled(
     inputs = LevelInputs(region, args, kwargs, level)
     below = inputs.wrappers or inputs.inference or any([t.requires_grad for t in inputs.local])
     key = None if region.key is None or active.listeners else inputs.signature()
-    if key is not None and enclosing() is not None and (on_scratch() or selective_around()):
+    if key is not None and active.stack and (on_scratch() or selective_around()):
         key = None
     if bind is not None:
         region = inputs.region = of_users(bind) if below else of_users(bind, inputs, key)
@@ -317,7 +306,7 @@ def _run_leveled(
             return _run_primitive(region, args, kwargs)
         inputs.note_world(reach)
     frame = LevelFrame(inputs)
-    begun = [(mode, mode.position) for mode in recordings()]
+    begun = [(mode, mode.position) for mode in recordings()] if active.stack else []
     try:
         with labelled("forward", region.name), inside():
             out = frame.forward(args, kwargs, known)

@@ -81,18 +81,14 @@ class Ambient:
                 stack.enter_context(put_on([*own, *again]))
             yield
 
-    def switches_differ(self) -> bool:
-        """Whether a switch is turned otherwise now. A hook of the user's may turn one between two nodes of a
-        pass, so each recomputation reads them."""
-        return [read() for read in _READERS] != self.switches
-
     def must_be_restored(self) -> bool:
         """Whether a recomputation at this point must restore it; with autocast always."""
         return self.casts or self.differs()
 
     def differs(self) -> bool:
         """Whether the present state is another than the snapshot."""
-        if self.captured or self.switches_differ():
+        # (A hook of the user's may turn a switch between two nodes of a pass.)
+        if self.captured or [read() for read in _READERS] != self.switches:
             return True
         there = function_modes() or active.users is not None
         if self.modes != (user_modes() if there else ()):
