@@ -11,7 +11,7 @@ from remat.plan import BudgetPolicy, Graph, Plan
 
 @dataclass(frozen=True)
 class Made:
-    """A plan, and the sizes of the storages of the ops that it was made for.
+    """A plan, and the sizes of the storages of the forward that it was made for.
 
     Ops are of the same shapes where storages have the same sizes. What autograd would keep does not tell: of
     an argument that all blocks share, such as a rotary table, a step's graph counts nothing.
@@ -35,6 +35,6 @@ class Fitted(BudgetPolicy):
 
     def _plan(self, graph: Graph, fn: Callable[..., Any]) -> Plan:
         for made in self.made:
-            if (graph.names, graph.joint.storages) == (made.plan.ops, made.sizes):
+            if (graph.names, graph.joint.sizes) == (made.plan.ops, made.sizes):
                 return made.plan
         return super()._plan(graph, fn)

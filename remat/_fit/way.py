@@ -234,7 +234,7 @@ def _policies(portfolio: Portfolio, chosen: Chosen) -> dict[Any, Policy | None]:
     step = portfolio.step
     calls: dict[Any, dict[Any, tuple[Graph, Choice, str]]] = {}
     for name, graph, owner, choice in zip(step.names, step.graphs, step.owners, chosen.choices, strict=True):
-        calls.setdefault(owner, {})[graph.names, graph.joint.storages] = graph, choice, name
+        calls.setdefault(owner, {})[graph.names, graph.joint.sizes] = graph, choice, name
     made: dict[Any, Policy | None] = {}
     found: dict[Any, Policy | None] = {}
     for owner, several in calls.items():
@@ -257,7 +257,7 @@ def _policy(portfolio: Portfolio, calls: list[tuple[Graph, Choice, str]]) -> Pol
     ]
     share = min(min(1.0, plan.kept_bytes / max(plan.default_bytes, 1)) for plan in plans)
     pairs = zip(plans, calls, strict=True)
-    made = tuple([Made(plan, graph.joint.storages) for plan, (graph, _, _) in pairs])
+    made = tuple([Made(plan, graph.joint.sizes) for plan, (graph, _, _) in pairs])
     return Fitted(share, portfolio.model, made=made)
 
 

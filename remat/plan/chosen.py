@@ -149,7 +149,7 @@ class Portfolio:
         groups: dict[Hashable, list[int]] = {}
         for at, (graph, owner) in enumerate(zip(self.step.graphs, self.step.owners, strict=True)):
             if owner is not None:
-                groups.setdefault((id(owner), graph.names, graph.joint.storages), []).append(at)
+                groups.setdefault((id(owner), graph.names, graph.joint.sizes), []).append(at)
         found = list(choices)
         for calls in groups.values():
             leanest = min(calls, key=lambda at: found[at].kept)

@@ -87,22 +87,21 @@ def simulated(
     ended, left = {joint.values[v].storage for v in joint.gradients}, gradients_left(joint)
     if accumulating:
         ended, left = ended - left, set()
+    read = {joint.values[v].storage for v in joint.saved}
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
     forever = ended | kept if stays else ended
-    again = 0
     if not compiled and replayed:
         # They are made again, and nobody asks for them.
         forever = forever | {joint.values[v].storage for v in joint.dropped}
     if not compiled and not joint.hooked and replayed:
-        # Python that runs again holds what it returns, and what it is given has a second handle.
-        again = sum(joint.storages[s] for s in results)
-        forever = forever | results
-    read = {joint.values[v].storage for v in joint.saved}
+        # Python runs as a whole, with its graph, and holds what it returns and what the backward begins with.
+        forward = live_bytes(joint, graph.ops, start=set(), forever=results | read)
+        forever = forever | results | tangents
     begun = kept | tangents | (_allocated(graph, saved) & graph.returned & read)
     sums = summed_anew(joint) if anew else {}
     backward = live_bytes(joint, order, start=begun, forever=forever, nodes=not compiled, beside=sums)
     inputs = size - sum(joint.storages[s] for s in kept)
-    return Profile(size, forward + inputs, backward + inputs + again, sum(joint.storages[s] for s in left))
+    return Profile(size, forward + inputs, backward + inputs, sum(joint.storages[s] for s in left))
 
 
 def backward_order(graph: Graph, saved: Set[int], replayed: Set[int], compiled: bool) -> list[Op]:
@@ -224,15 +223,16 @@ def held_throughout(joint: Joint) -> dict[int, int]:
 
 
 def _held_by_locals(joint: Joint) -> dict[int, int]:
-    # Where no hooks told what is saved, what autograd keeps counted as held.
-    unknown = set() if joint.hooked else {joint.values[v].storage for v in joint.saved}
-    return {s: at for s, at in enumerate(joint.held) if at >= 0 and s not in unknown}
+    return {s: at for s, at in enumerate(joint.held) if at >= 0}
 
 
 def _held_by_nodes(joint: Joint) -> dict[int, int]:
     # The recording holds the gradients that it begins with, and those that it ends in.
     unknown = {v.storage for v in joint.values if v.origin == "tangent"}
     unknown |= {joint.values[v].storage for v in joint.gradients}
+    if not joint.hooked:
+        # It holds the results, too.
+        unknown |= {joint.values[v].storage for v in joint.results}
     first = len(joint.forward)
     return {s: at for s, at in enumerate(joint.ends) if at >= first and s not in unknown}
 

@@ -176,9 +176,11 @@ class WholeStep:
                 )
                 if needed:
                     found.add((at, self.outside.values[v].storage))
+            # Python that runs again as a whole makes its results again.
+            kept = choice.saved if graph.joint.hooked else frozenset[int]()
             for inside, v in zip(_made(graph.joint), hole.made, strict=False):
                 s = graph.joint.values[inside].storage
-                if s in saved or (not plain and not choice.saved.isdisjoint(graph.places((inside,)))):
+                if s in saved or (not plain and not kept.isdisjoint(graph.places((inside,)))):
                     found.add((at, self.outside.values[v].storage))
         return frozenset(found)
 
@@ -251,7 +253,11 @@ def step_of(
 
     with planned_for(device):
         outside = looked(recorded, fn, args, keywords)
-    return _whole(regions.found, outside, regions.traced, accumulating, shards)
+        traced = regions.traced
+        if regions.narrowed(outside.holes):
+            # Results that nobody differentiates have no backward: another record begins with the others.
+            outside = looked(recorded, fn, args, keywords)
+    return _whole(regions.found, outside, traced, accumulating, shards)
 
 
 def ran_step_of(
@@ -317,7 +323,7 @@ def _shared(outside: Joint) -> set[int]:
         for v in hole.operands:
             readers.setdefault(outside.values[v].storage, set()).add(k)
     late = {outside.values[v].storage for op in outside.backward for v in op.reads}
-    # Who keeps a part keeps all of the memory that it lies in.
+    # Who keeps a part keeps all of the memory that it lies in; a result may be such a part.
     parts = {s for s in readers if len(outside.family[s]) > 1}
     return {s for s, who in readers.items() if len(who) > 1 or outside.owner[s] < 0 or s in late | parts}
 

@@ -1,5 +1,6 @@
 """`remat.fit` on models as people write them: what is planned is what a step takes, and the limit holds."""
 
+import functools
 import gc
 import random
 import re
@@ -362,6 +363,85 @@ class Called(nn.Module):
         return x.square().mean()
 
 
+class Remembering(nn.Module):
+    """A state beside the result, which nobody differentiates: gradients come for one result of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.state = FeedForward(), nn.Linear(32, 256)
+
+    def forward(self, x):
+        return x + self.net(x), torch.tanh(self.state(x))
+
+
+class First(Row):
+    """Of what a block returns the first is used."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)[0]
+        return x.square().mean()
+
+
+class Titan(Memory):
+    """A gradient inside, and the memory that it has changed as a state: the block's Python runs again."""
+
+    def forward(self, x):
+        wide = torch.tanh(self.lin(x).repeat(1, 1, 8))
+        return super().forward(x) + wide.mean(-1, keepdim=True), (wide, wide[:, :, :32])
+
+
+class Hyper(nn.Module):
+    """What is to be added is closed over, as in hyper-connections."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.net = nn.Linear(32, 64), FeedForward()
+
+    def forward(self, x):
+        branch, rest = self.mix(x).tanh().chunk(2, -1)
+        gate = rest.sigmoid()
+
+        def add(y):
+            return rest + y * gate
+
+        return self.net(branch), add
+
+
+class Adding(Row):
+    def forward(self, x):
+        for block in self.blocks:
+            y, add = block(x)
+            x = add(y=y)
+        return x.square().mean()
+
+
+def _added(rest, gate, y):
+    return rest + y * gate
+
+
+class Bound(Hyper):
+    def forward(self, x):
+        branch, rest = self.mix(x).tanh().chunk(2, -1)
+        return self.net(branch), functools.partial(_added, rest, gate=rest.sigmoid())
+
+
+class Viewing(FeedForward):
+    """Views of an argument and of a parameter beside the result: they take no memory."""
+
+    def forward(self, x, y):
+        return x + self.net(x), y[:, 1:].transpose(1, 2), self.net[1].weight.t()
+
+
+class Views(Row):
+    def forward(self, x):
+        y, found = x.repeat(1, 1, 4), []
+        for block in self.blocks:
+            x, *rest = block(x, y)
+            found.append(rest)
+        return x.square().mean() + sum(view.mean() + weight.mean() for view, weight in found)
+
+
 class Balancing(FeedForward):
     """A loss of the block's own, as in a mixture of experts."""
 
@@ -404,6 +484,19 @@ KINDS = {
     "slices": (Slices, 0.001),
     "called": (Called, 0.001),
     "balanced": (Balanced, 0.002),
+    "states beside": (lambda: First(Titan), 0.06),  # 6 % above: the first block's argument has no gradient
+}
+
+
+# The same for those that are not planned well: by how much, in per cent.
+MISSED = {
+    "one result of two": (
+        lambda: First(Remembering),
+        "34 above as it is: the state's branch is gone at once",
+    ),
+    "functions": (lambda: Adding(Hyper), "7 below: gradients of several results come one by one"),
+    "partial functions": (lambda: Adding(Bound), "10 below: as functions"),
+    "views": (lambda: Views(Viewing), "10 above as it is: what a view is of counts twice"),
 }
 
 
@@ -412,6 +505,15 @@ def test_peaks_are_those_of_steps(kind):
     torch.manual_seed(0)
     make, rel = KINDS[kind]
     check(make(), torch.randn(4, 24, 32), rel=rel)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, marks=pytest.mark.xfail(strict=True, reason=why)) for make, why in MISSED.values()],
+)
+def test_peaks_that_are_not_those_of_steps(make):
+    torch.manual_seed(0)
+    check(make(), torch.randn(4, 24, 32))
 
 
 class Neighbours(FeedForward):

@@ -126,15 +126,16 @@ class Aliasing:
         found: list[Any] = [next(left) if spec is None else None for spec in self.specs]
         found.extend(left)
 
-        def at(i: int) -> torch.Tensor:
-            if i < 0:
-                return operands[~i]
-            if found[i] is None:
-                assert self.specs is not None and (spec := self.specs[i]) is not None
-                found[i] = _made(at(spec.base), spec)
-            return found[i]
+        return [self._result(i, found, operands) for i in range(len(self.specs))]
 
-        return [at(i) for i in range(len(self.specs))]
+    def _result(self, i: int, found: list[Any], operands: Tensors) -> torch.Tensor:
+        """Result `i`. (No function inside of another: one that knows itself is a cycle, which holds results.)"""
+        if i < 0:
+            return operands[~i]
+        if found[i] is None:
+            assert self.specs is not None and (spec := self.specs[i]) is not None
+            found[i] = _made(self._result(spec.base, found, operands), spec)
+        return found[i]
 
     def _learn(self, results: Tensors, operands: Tensors) -> None:
         together: dict[int | None, list[int]] = {}

@@ -11,6 +11,7 @@ from remat.transforms.joint.holes import (
     Shell,  # what a call returns, without data
     left_out,  # the results of a call that is left out of the graph around
     shell_of,  # what a call returns, by a run on fake tensors
+    tensors_given,  # the tensors among arguments, each once
 )
 from remat.transforms.joint.levels import (
     Peeled,  # a call with its functorch wrappers taken off

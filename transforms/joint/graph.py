@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from remat.transforms.joint.lives import Lives
 from remat.transforms.joint.ops import Joint, Op, Ref, Value, noted
 from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
 from remat.transforms.objects import is_tensor
-from remat.transforms.ops import is_cast_of_leaf, traits
+from remat.transforms.ops import is_cast_of_leaf, memory_of, traits
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
 from remat.transforms.sharded import Wrapper, local_tensors, wraps
@@ -57,9 +57,9 @@ class JointRecorder(DispatchMode):
 
     plans = True
 
-    def __init__(self, stand_ins: Any) -> None:
+    def __init__(self, stand_ins: Any, hooks: bool = True) -> None:
         super().__init__()
-        self.stand_ins = stand_ins
+        self.stand_ins, self.hooks = stand_ins, hooks
         self.casts = autocasting()
         self.ops: list[Op] = []
         self.values: list[Value] = []
@@ -109,6 +109,8 @@ class JointRecorder(DispatchMode):
                 owned = at_hand(tensor.untyped_storage().nbytes()) if origin == "op" and key >= 0 else dense
                 self.storages.append(whole if whole >= 0 else owned)
                 self._kept.append(held)
+                if not self.hooks and (memory := memory_of(tensor)) is not None:
+                    self.lives.follow(memory, self._storage[key])
         stride = tuple(map(at_hand, tensor.stride())) if tensor.layout == torch.strided else ()
         self.values.append(
             Value(sizes_of(tensor), tensor.dtype, tensor.device, stride, self._storage[key], producer, origin)
@@ -116,9 +118,9 @@ class JointRecorder(DispatchMode):
         return self.same(tensor, len(self.values) - 1)
 
     @contextlib.contextmanager
-    def in_storage(self, other: torch.Tensor | None, whole: int) -> Iterator[None]:
-        """What is made within lies in the memory of `other`, or in so many bytes; -1: as many as it takes."""
-        self._place = (None if other is None else self.values[self.number(other)].storage), whole
+    def in_storage(self, other: int | None, whole: int) -> Iterator[None]:
+        """What is made within lies in the memory of value `other`, or in so many bytes; -1: as many as it takes."""
+        self._place = None if other is None else self.values[other].storage, whole
         try:
             yield
         finally:
@@ -267,6 +269,7 @@ def record(
     held: Iterable[int] = (),
     backward: bool = True,
     hooks: bool = True,
+    present: Collection[int] | None = None,
 ) -> Joint:
     """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
 
@@ -275,7 +278,8 @@ def record(
     it is called with a switch before its arguments, and calls that between its forward and its backward.
     `held`: which leaves of the arguments somebody else holds; what Dynamo has traced says so itself.
     Without `backward` the graph ends with the forward. Without `hooks` what the backward reads stands in for
-    what autograd packs: torch.func inside `fn` refuses saved-tensor hooks. What meanwhile calls `left_out` is
+    what autograd packs: torch.func inside `fn` refuses saved-tensor hooks. `present`: the places in
+    `Joint.made` of the results that a gradient comes for; None where one comes for all. What meanwhile calls `left_out` is
     a hole in it. Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts has its
     turn in the run proper.
 
@@ -284,7 +288,7 @@ def record(
             kernel; names the op and the user's line.
     """
     mode = fake_mode(tree_leaves((args, kwargs)))
-    recorder = JointRecorder(StandIns(mode))
+    recorder = JointRecorder(StandIns(mode), hooks)
     with (
         outside_all_modes(),
         without_module_trackers(),
@@ -297,19 +301,24 @@ def record(
             run = (
                 _run_functional
                 if functional
-                else functools.partial(differentiated, backward=backward, hooks=hooks)
+                else functools.partial(differentiated, backward=backward, hooks=hooks, present=present)
             )
             held = getattr(fn, "held", held)
             results = _trace(fn, args, kwargs or {}, recorder, run, held)
-            made = graph_of_run(recorder, results, hooks)
+            made = graph_of_run(recorder, results)
         finally:
             around.reset(token)
             recorder.forget()
     return made
 
 
-def graph_of_run(recorder: JointRecorder, results: tuple[int, ...], hooks: bool) -> Joint:
+def graph_of_run(recorder: JointRecorder, results: tuple[int, ...]) -> Joint:
     """What was recorded, as plain data."""
+    lives, storages, alive = recorder.lives, len(recorder.storages), len(recorder.ops)
+    if recorder.hooks:
+        held, ends = (lives.ends(storages, late=late, alive=alive) for late in (False, True))
+    else:
+        held = ends = lives.ends_of_memories(storages, alive=alive)
     return Joint(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
@@ -322,9 +331,9 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...], hooks: bool)
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
         holes=holes_of(recorder),
-        hooked=hooks,
-        held=recorder.lives.ends(len(recorder.storages), late=False, alive=len(recorder.ops)),
-        ends=recorder.lives.ends(len(recorder.storages), late=True, alive=len(recorder.ops)),
+        hooked=recorder.hooks,
+        held=held,
+        ends=ends,
     )
 
 
@@ -382,7 +391,8 @@ def differentiated(
     inputs: list[torch.Tensor],
     backward: bool,
     hooks: bool,
-    cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
+    cotangents: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
+    present: Collection[int] | None = None,
 ) -> tuple[int, ...]:
     """Forward, then `backward` from `cotangents`, or from fake ones; returns the numbers of the results."""
     # By hooks where they are allowed: those of a recording around must not see what it saves.
@@ -390,14 +400,16 @@ def differentiated(
     with torch.enable_grad(), packing if hooks else contextlib.nullcontext():
         out = fn(*args, **kwargs)
     results = [t for t in tree_leaves(out) if is_tensor(t)]
-    recorder.made = tuple([recorder.number(t) for t in parts_of(out, args, kwargs)[1]])
+    made = parts_of(out, args, kwargs)[1]
+    recorder.made = tuple(map(recorder.number, made))
     numbers = tuple(dict.fromkeys([*map(recorder.number, results), *recorder.made]))
     recorder.forward_ends()
     if hooks:
         recorder.shapes = _read_for_shape(recorder, results)
     if not backward:
         return numbers
-    active = [t for t in results if t.requires_grad]
+    wanting = results if present is None else [t for at, t in enumerate(made) if at in present]
+    active = [t for t in wanting if t.requires_grad]
     leaves = {id(t): t for t in (*inputs, *recorder.captured.values())}
     wanted = [t for t in leaves.values() if t.requires_grad and t.is_leaf]
     if active and wanted:
@@ -427,7 +439,7 @@ def _read_for_shape(recorder: JointRecorder, results: list[torch.Tensor]) -> fro
     return frozenset(found - {n for at, (_, n) in enumerate(recorder.owners) if at not in places})
 
 
-def _empty_like(results: list[torch.Tensor]) -> list[torch.Tensor]:
+def _empty_like(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.empty_like(t) for t in results]
 
 

@@ -7,6 +7,8 @@ deep model are traced once, and not once more as parts of the whole.
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -41,12 +43,19 @@ class Parts:
         spec: of the results as a tree.
         leaves: for each the number of the tensor among the arguments that it is, what stands for one that was
             made, an object that holds such, or the thing itself in a tuple.
-        kind: the class of the object whose attributes these are, None for the results themselves.
+        kind: the class of the object whose attributes these are, or the function that closes over these; None
+            for the results themselves.
     """
 
     spec: Any
     leaves: tuple[Any, ...]
-    kind: type | None = None
+    kind: Any = None
+
+    @property
+    def general(self) -> bool:
+        """Whether calls of other modules return the same: a function closes over its own."""
+        inside = (leaf for leaf in self.leaves if isinstance(leaf, Parts))
+        return not _closes(self.kind) and all(one.general for one in inside)
 
     def filled(self, given: list[torch.Tensor], made: Sequence[torch.Tensor]) -> Any:
         """The same with these tensors."""
@@ -61,6 +70,8 @@ class Parts:
         tree = unflatten(map(leaf, self.leaves), self.spec)
         if self.kind is None:
             return tree
+        if _closes(self.kind):
+            return _closed(self.kind, tree)
         made_object = blank(self.kind)
         if (own := attributes(made_object)) is not None:
             dict.update(own, tree)
@@ -73,7 +84,7 @@ def parts_of(out: Any, args: Any, kwargs: Any) -> tuple[Parts, list[torch.Tensor
     there = {id(leaf) for leaf in tree_leaves((args, kwargs)) if not is_tensor(leaf)}
     fresh: dict[int, tuple[int, torch.Tensor]] = {}
 
-    def apart(tree: Any, kind: type | None) -> Parts:
+    def apart(tree: Any, kind: Any) -> Parts:
         leaves, spec = flatten(tree)
         return Parts(spec, tuple(map(noted, leaves)), kind)
 
@@ -82,11 +93,12 @@ def parts_of(out: Any, args: Any, kwargs: Any) -> tuple[Parts, list[torch.Tensor
             if id(leaf) in given:
                 return given[id(leaf)]
             return _Fresh(fresh.setdefault(id(leaf), (len(fresh), leaf))[0])
-        if id(leaf) in there or not is_record(leaf):
+        closes = isinstance(leaf, (types.FunctionType, functools.partial))
+        if id(leaf) in there or not (closes or is_record(leaf)):
             return (leaf,)
         there.add(id(leaf))
         before = len(fresh)
-        found = apart(dict(attributes(leaf) or {}), type(leaf))
+        found = apart(*_opened(leaf)) if closes else apart(dict(attributes(leaf) or {}), type(leaf))
         there.discard(id(leaf))
         return found if len(fresh) > before else (leaf,)
 
@@ -94,6 +106,39 @@ def parts_of(out: Any, args: Any, kwargs: Any) -> tuple[Parts, list[torch.Tensor
     # These functions know each other: a cycle that would hold the tensors.
     fresh.clear()
     return parts, made
+
+
+def _closes(kind: Any) -> bool:
+    """Whether parts are those of a function."""
+    return isinstance(kind, types.FunctionType) or kind is functools.partial
+
+
+def _opened(fn: Any) -> tuple[Any, Any]:
+    """What a function closes over, and the function without it."""
+    if isinstance(fn, functools.partial):
+        return (fn.func, fn.args, fn.keywords), functools.partial
+    cells = fn.__closure__ or ()
+    # (An empty cell has nothing in it, and not None.)
+    full = [(at, cell.cell_contents) for at, cell in enumerate(cells) if cell != types.CellType()]
+    return dict(full), _with_cells(fn, tuple([types.CellType() for _ in cells]))
+
+
+def _closed(kind: Any, inside: Any) -> Any:
+    """The function of this kind that closes over these."""
+    if kind is functools.partial:
+        fn, args, keywords = inside
+        return functools.partial(fn, *args, **keywords)
+    count = len(kind.__closure__ or ())
+    return _with_cells(
+        kind, tuple([types.CellType(inside[k]) if k in inside else types.CellType() for k in range(count)])
+    )
+
+
+def _with_cells(fn: types.FunctionType, cells: tuple[types.CellType, ...]) -> types.FunctionType:
+    made = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
+    made.__kwdefaults__ = fn.__kwdefaults__
+    made.__dict__.update(fn.__dict__)
+    return made
 
 
 def is_record(value: Any) -> bool:
@@ -115,14 +160,25 @@ class Shell:
     parts: Parts
     fresh: tuple[_Meta, ...]
 
-    def with_stored(self, joint: Joint) -> Shell:
-        """The same with what the call leaves behind, such as attributes of modules."""
+    def within(self, joint: Joint, operands: int) -> Shell:
+        """The same with where its results lie, and with what it leaves behind, such as attributes of modules.
+
+        A view of one of the `operands` lies in its memory. One of what the call captures, such as a parameter,
+        takes none.
+        """
+        fresh = list(self.fresh)
+        for place, v in enumerate(joint.made):
+            s = joint.values[v].storage
+            if joint.owner[s] < 0 and fresh[place].whole > 0:
+                first = joint.family[s][0]
+                inside = first < operands
+                fresh[place] = replace(fresh[place], given=first if inside else -1, whole=0)
         found: list[_Meta] = []
         for s in joint.stored:
             value, size = joint.values[joint.family[s][0]], joint.storages[s]
             places = len(self.fresh) + len(found)
             found.append(_Meta((size,), (1,), torch.uint8, value.device, False, size, places, stays=True))
-        return replace(self, fresh=(*self.fresh, *found))
+        return replace(self, fresh=(*fresh, *found))
 
 
 @dataclass(frozen=True)
@@ -132,6 +188,7 @@ class _Meta:
     Attributes:
         whole: bytes of its storage.
         shares: the number of the first result in the same storage.
+        given: the number of the argument in whose storage it lies, -1 if it lies in none.
         stays: whether somebody holds it beside the caller, such as a module as its attribute.
     """
 
@@ -142,6 +199,7 @@ class _Meta:
     grad: bool
     whole: int
     shares: int
+    given: int = -1
     stays: bool = False
 
 
@@ -206,7 +264,7 @@ class Opened:
             operands = tuple([self.recorder.number(t) for t in self.given])
             # Whoever holds them until the backward counts as one who does.
             self.given = []
-            self.recorder.holes.append([len(self.recorder.ops), -1, operands, (), ()])
+            self.recorder.holes.append([len(self.recorder.ops), -1, operands, (), (), ()])
             if anchor.requires_grad:
                 # The backward is to come here, whatever else has a gradient.
                 self.recorder.captured[id(anchor)] = anchor
@@ -218,15 +276,25 @@ class Opened:
             self.recorder.holes[self.at][4] = tuple([self.recorder.number(t) for t in made])
 
     def made_of(self, meta: _Meta, made: list[torch.Tensor]) -> torch.Tensor:
-        """A result, in the memory of the one that it shares it with."""
-        shares = made[meta.shares] if meta.shares < len(made) else None
-        with self.recorder.in_storage(shares, meta.whole) if self.recorder else contextlib.nullcontext():
+        """A result, in the memory that it shares with another one, or with an argument."""
+        with self._memory(meta, made):
             return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+
+    def _memory(self, meta: _Meta, made: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+        if (recorder := self.recorder) is None:
+            return contextlib.nullcontext()
+        number = None
+        if meta.given >= 0:
+            number = recorder.holes[self.at][2][meta.given]
+        elif meta.shares < len(made):
+            number = recorder.number(made[meta.shares])
+        return recorder.in_storage(number, meta.whole)
 
     def come_back(self, cotangents: tuple[Any, ...]) -> None:
         if self.recorder is not None:
             hole = self.recorder.holes[self.at]
             hole[3] = tuple([self.recorder.number(t) for t in cotangents if t is not None])
+            hole[5] = tuple([at for at, t in enumerate(cotangents) if t is not None])
             hole[1] = len(self.recorder.ops)
 
 

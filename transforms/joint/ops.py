@@ -115,6 +115,7 @@ class Hole:
         operands: the tensors that it was given, each once, in order.
         cotangents: what its backward was given.
         made: what it returned beside operands, in the order of `Joint.made`.
+        present: the places in `made` of results that a gradient came back for.
     """
 
     forward: int
@@ -122,6 +123,7 @@ class Hole:
     operands: tuple[int, ...]
     cotangents: tuple[int, ...] = ()
     made: tuple[int, ...] = ()
+    present: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,9 @@ class Joint:
         hooked: whether hooks told what is saved.
         held: for each storage the last op while Python held a handle that the forward has made, the number
             of all where it still does, -1 where none did; empty where nobody looked. Where no hooks told what
-            is saved, what autograd keeps counts as held.
+            is saved, the last op while the memory was there, whoever held it.
         ends: for each storage the last op of the backward while a node held a value that was made there, or
-            that it has taken out of what is kept.
+            that it has taken out of what is kept. Where no hooks told what is saved, as `held`.
         target: the kind of device that tensors without a device are planned for, "cpu" or "cuda".
 
     Nothing in it holds a tensor, a module or a function of the user's: joint graphs are kept in caches.
@@ -178,6 +180,14 @@ class Joint:
     def backward(self) -> tuple[Op, ...]:
         """The ops of the backward."""
         return tuple(op for op in self.ops if not op.forward)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the storages that the forward knows: ops are of the same shapes where these are the same."""
+        first, count = (self.values[members[0]] for members in self.family), len(self.forward)
+        return tuple(
+            [self.storages[v.storage] for v in first if v.origin != "tangent" and v.producer < count]
+        )
 
     @functools.cached_property
     def stored(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ backward, where their own graph is recorded. So a step takes little more memory 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -31,42 +31,44 @@ class _AsTheyAre:
         """There is nothing to let go of."""
 
 
+def _ones(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.ones_like(t) for t in results]
+
+
 def record_run(
     fn: Callable[..., Any],
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
-    cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
+    cotangents: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = _ones,
+    present: Collection[int] | None = None,
     backward: bool = True,
 ) -> tuple[Joint, dict[int, torch.Tensor]]:
     """Run `fn(*args, **kwargs)` and its backward; the joint graph, and gradients by identities of leaves.
 
-    No gradient is added to `.grad`. Where torch.func inside refuses hooks on saved tensors, all runs again
+    `present` is as for `record`, and `cotangents` makes the gradients of those. No gradient is added to `.grad`. Where torch.func inside refuses hooks on saved tensors, all runs again
     without them.
     """
     state = RandomState(tensors_given(args, kwargs or {}))
     try:
-        return _recorded(fn, args, kwargs or {}, cotangents or _ones, backward, hooks=True)
+        return _recorded(fn, args, kwargs or {}, cotangents, present, backward, hooks=True)
     except RuntimeError as error:
         if not is_hook_refusal(error):
             raise
     state.restore()
-    return _recorded(fn, args, kwargs or {}, cotangents or _ones, backward, hooks=False)
-
-
-def _ones(results: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.ones_like(t) for t in results]
+    return _recorded(fn, args, kwargs or {}, cotangents, present, backward, hooks=False)
 
 
 def _recorded(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    cotangents: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+    present: Collection[int] | None,
     backward: bool,
     hooks: bool,
 ) -> tuple[Joint, dict[int, torch.Tensor]]:
-    recorder = JointRecorder(_AsTheyAre())
+    recorder = JointRecorder(_AsTheyAre(), hooks)
     token = around.set(recorder)
     try:
         with outside_all_modes(), only(()):
@@ -77,10 +79,9 @@ def _recorded(
                 held |= id(t) not in direct and t.requires_grad and t.is_leaf
                 recorder.add(t, "parameter" if held else "argument")
             with recorder, torch.autograd.set_multithreading_enabled(False):
-                results = differentiated(
-                    fn, args, kwargs, recorder, given, backward, hooks, cotangents=cotangents
-                )
-        return graph_of_run(recorder, results, hooks), dict(recorder.found)
+                run = fn, args, kwargs, recorder, given
+                results = differentiated(*run, backward, hooks, cotangents=cotangents, present=present)
+        return graph_of_run(recorder, results), dict(recorder.found)
     finally:
         around.reset(token)
         recorder.forget()
@@ -135,20 +136,16 @@ class Apart:
     def backward(self, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The forward again, and its backward: gradients of the operands."""
         copies, (args, kwargs) = self._call()
-        places = {id(t) for t in copies}
-        waiting = [c for c in cotangents if c is not None]
+        present = [at for at, given in enumerate(cotangents) if given is not None]
 
-        def begin(results: list[torch.Tensor]) -> list[torch.Tensor]:
-            own = iter(waiting)
-            fresh = [t for t in results if id(t) not in places]
-            if len(fresh) == len(waiting):
-                return [torch.zeros_like(t) if id(t) in places else next(own) for t in results]
-            return [torch.zeros_like(t) for t in results]
+        def begin(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            given = [c for c in cotangents if c is not None]
+            return given if len(given) == len(results) else [torch.zeros_like(t) for t in results]
 
         now = RandomState(self.given)
         self.state.restore()
         with outside_all_modes():
-            joint, gradients = record_run(self.fn, args, kwargs, cotangents=begin)
+            joint, gradients = record_run(self.fn, args, kwargs, cotangents=begin, present=present)
         now.restore()
         self.told, self.leaves, self.given = True, [], []
         self.tell(joint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch
 from remat._forced import standing_for
 from remat.plan.calls.cache import graph_of, remember
 from remat.plan.calls.keys import alike, alike_key
+from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph
 from remat.policies import Policy
 from remat.transforms import BoundedCache, is_tensor
 from remat.transforms.compat import in_transform
-from remat.transforms.joint import Shell, left_out, record, shell_of
+from remat.transforms.joint import Hole, Shell, left_out, record, shell_of, tensors_given
 
 # A number that counts layers is taken for that after so many of them; later ones are looked at ever less.
 _SURE = 8
@@ -36,11 +37,17 @@ class _Kind:
 
 @dataclass
 class Met:
-    """A region that was met; `owner` is the module whose forward it is, if it is one."""
+    """A region that was met.
+
+    Attributes:
+        owner: the module whose forward it is, None if it is none.
+        graded: the places of results that have a gradient.
+    """
 
     name: str
     graph: Graph
     owner: Any
+    graded: tuple[int, ...] = ()
 
 
 @dataclass
@@ -50,11 +57,13 @@ class Regions:
     Attributes:
         found: in the order of the calls.
         traced: how many were traced: the others are like one of those.
+        present: for each the places of results that gradients come back for, once that is known.
     """
 
     wanted: Callable[[Policy], bool]
     found: list[Met] = field(default_factory=list)
     traced: int = 0
+    present: list[tuple[int, ...] | None] = field(default_factory=list)
     _kinds: list[_Kind] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -71,14 +80,26 @@ class Regions:
         with standing_for(None):
             graph = self.graph(fn, args, kwargs)
             shell = _shell(graph, fn, args, kwargs)
-        self.note(fn, graph)
+            at = len(self.found)
+            if at < len(self.present) and (present := self.present[at]) is not None:
+                graph = _from(present, graph, fn, args, kwargs)
+        self.note(fn, graph, tuple([k for k, meta in enumerate(shell.fresh) if meta.grad]))
         return (left_out(shell, args, kwargs),)
 
-    def note(self, fn: Callable[..., Any], graph: Graph) -> None:
+    def narrowed(self, holes: Sequence[Hole]) -> bool:
+        """Learn which results gradients come back for; whether the regions are to be met again with that."""
+        if self.present:
+            return False
+        for met, hole in zip(self.found, holes, strict=False):
+            some = hole.backward >= 0 and not set(met.graded).issubset(hole.present)
+            self.present.append(hole.present if some else None)
+        return any(present is not None for present in self.present)
+
+    def note(self, fn: Callable[..., Any], graph: Graph, graded: tuple[int, ...] = ()) -> None:
         """Add a region."""
         owner = getattr(fn, "__self__", fn)
         name = getattr(fn, "__name__", None) or type(fn).__name__
-        self.found.append(Met(name, graph, owner if isinstance(owner, torch.nn.Module) else None))
+        self.found.append(Met(name, graph, owner if isinstance(owner, torch.nn.Module) else None, graded))
 
     def graph(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         """The graph of a call, from one like it where there is one."""
@@ -112,6 +133,18 @@ class Regions:
         return made == seen and other.values == joint.values[: len(other.values)]
 
 
+def _from(
+    present: tuple[int, ...], graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> Graph:
+    """The graph of the same call whose backward begins with some of its results."""
+
+    def made() -> Graph:
+        options: dict[str, Any] = {"hooks": graph.joint.hooked, "present": present}
+        return Graph(looked(lambda *_: record(fn, args, kwargs, **options), fn, args, kwargs), graph.alone)
+
+    return graph.solved.made(("from", present), made)
+
+
 def _on_meta(args: tuple[Any, ...]) -> bool:
     return any(is_tensor(arg) and arg.device.type == "meta" for arg in args)
 
@@ -121,6 +154,7 @@ def _shell(graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any) -> Shel
     known = _SHELLS.recall(id(graph))
     if known is None or known[0] is not graph:
         shell = shell_of(fn, args, kwargs, hooks=graph.joint.hooked)
-        known = graph, shell.with_stored(graph.joint)
-        _SHELLS[id(graph)] = known
+        known = graph, shell.within(graph.joint, len(tensors_given(args, kwargs)))
+        if shell.parts.general:
+            _SHELLS[id(graph)] = known
     return known[1]
