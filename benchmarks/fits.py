@@ -4,12 +4,14 @@
 
 The packages are not dependencies of this repository: those that cannot be imported are left out. Each model
 is planned as it is, and at the lowest peak that a plan is found for. The steps then run, and the bytes that
-they allocate are read from the profiler. Peaks and limits are over what lives throughout the step. There are
-two rows for each in `benchmarks/results/fits.csv`.
+they allocate are read from the profiler. Peaks and limits are over what lives throughout the step. Where the
+lowest peak has regions, torch's checkpoint is measured on the blocks that fit tries: the lowest of those
+peaks. There are two or three rows for each model in `benchmarks/results/fits.csv`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gc
 import importlib
@@ -20,9 +22,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import remat
 from benchmarks.common.records import RESULTS
+from remat._blocks import largest_class, listed
 from remat.cli.measure import trace_memory
 
 CSV = RESULTS / "fits.csv"
@@ -192,14 +196,16 @@ def _mixture() -> Any:
     return Experts(), (torch.randn(2, 64, 32),)
 
 
-def _timm(name: str, **options: Any) -> Callable[[], Any]:
+def _timm(name: str, batch: int = 2, **options: Any) -> Callable[[], Any]:
     def make() -> Any:
         create = _of("timm", "create_model")
 
-        return create(name, num_classes=10, **options), (torch.randn(2, 3, 64, 64),)
+        return create(name, num_classes=10, **options), (torch.randn(batch, 3, 64, 64),)
 
     return make
 
+
+_SWIN: Any = {"img_size": 64, "window_size": 4, "embed_dim": 48, "depths": (2, 2, 4, 2)}
 
 MODELS: dict[str, Callable[[], Any]] = {
     "vit": _vit,
@@ -218,10 +224,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "se3": _se3,
     "mega": _mega,
     "mixture_of_experts": _mixture,
-    "swin": _timm(
-        "swin_tiny_patch4_window7_224", img_size=64, window_size=4, embed_dim=48, depths=(2, 2, 4, 2)
-    ),
+    "swin": _timm("swin_tiny_patch4_window7_224", **_SWIN),
+    "swin_batch_32": _timm("swin_tiny_patch4_window7_224", batch=32, **_SWIN),
     "convnext": _timm("convnext_atto"),
+    "convnext_batch_32": _timm("convnext_atto", batch=32),
     "resnet": _timm("resnet26"),
     "efficientnet": _timm("efficientnet_b0"),
 }
@@ -244,6 +250,32 @@ def measured(model: Any, args: Any, loss: Callable[[Any], Any]) -> int:
     peak = trace_memory(step).peak
     model.zero_grad(set_to_none=True)
     return peak
+
+
+@contextlib.contextmanager
+def _checkpointed(model: Any, names: list[str]) -> Iterator[None]:
+    """Torch's checkpoint around these blocks."""
+
+    def around(forward: Any) -> Any:
+        return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    blocks = [model.get_submodule(name) for name in names]
+    for block in blocks:
+        block.forward = around(block.forward)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def _lowest_checkpoint(model: Any, args: Any, loss: Callable[[Any], Any]) -> tuple[int, int]:
+    """The lowest peak of torch's checkpoint on blocks as `fit` finds them, and how many they are."""
+    found = []
+    for names in [*listed(model)] or [largest_class(model)]:
+        with _checkpointed(model, names):
+            found.append((measured(model, args, loss), len(names)))
+    return min(found)
 
 
 def _loss(out: Any) -> Any:
@@ -277,6 +309,10 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
         limit = int(found[1].replace(",", ""))
         done = remat.fit(model, *args, peak=limit, **options)
         yield made("lowest", done.peak_bytes, len(done.applied), limit)
+        remat.nn.remove(model)
+        peak, blocks = _lowest_checkpoint(model, args, loss)
+        facts = name, "", "torch checkpoint", "", peak, "", blocks, ""
+        yield dict(zip(FIELDS, facts, strict=True))
 
 
 def main(names: list[str]) -> None:

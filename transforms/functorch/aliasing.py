@@ -129,7 +129,7 @@ class Aliasing:
         return [self._result(i, found, operands) for i in range(len(self.specs))]
 
     def _result(self, i: int, found: list[Any], operands: Tensors) -> torch.Tensor:
-        """Result `i`. (No function inside of another: one that knows itself is a cycle, which holds results.)"""
+        """Result `i`. (A function inside of another that calls itself is a cycle, which holds results.)"""
         if i < 0:
             return operands[~i]
         if found[i] is None:

@@ -119,7 +119,7 @@ class JointRecorder(DispatchMode):
 
     @contextlib.contextmanager
     def in_storage(self, other: int | None, whole: int) -> Iterator[None]:
-        """What is made within lies in the memory of value `other`, or in so many bytes; -1: as many as it takes."""
+        """What is made within lies in the memory of value `other`, or in so many bytes (-1: what it takes)."""
         self._place = None if other is None else self.values[other].storage, whole
         try:
             yield
@@ -279,9 +279,9 @@ def record(
     `held`: which leaves of the arguments somebody else holds; what Dynamo has traced says so itself.
     Without `backward` the graph ends with the forward. Without `hooks` what the backward reads stands in for
     what autograd packs: torch.func inside `fn` refuses saved-tensor hooks. `present`: the places in
-    `Joint.made` of the results that a gradient comes for; None where one comes for all. What meanwhile calls `left_out` is
-    a hole in it. Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts has its
-    turn in the run proper.
+    `Joint.made` of the results that a gradient comes for; None where one comes for all. What meanwhile
+    calls `left_out` is a hole in it. Nobody collects named values meanwhile, and `is_recomputing()` is true:
+    what counts has its turn in the run proper.
 
     Raises:
         NotOnFakes: where the function looks at data (`.item()`, a branch on a value) or an op has no fake

@@ -163,8 +163,8 @@ class Shell:
     def within(self, joint: Joint, operands: int) -> Shell:
         """The same with where its results lie, and with what it leaves behind, such as attributes of modules.
 
-        A view of one of the `operands` lies in its memory. One of what the call captures, such as a parameter,
-        takes none.
+        A view of one of the `operands` lies in its memory. One of what the call captures, such as a
+        parameter, takes none.
         """
         fresh = list(self.fresh)
         for place, v in enumerate(joint.made):

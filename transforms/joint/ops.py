@@ -183,7 +183,7 @@ class Joint:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of the storages that the forward knows: ops are of the same shapes where these are the same."""
+        """Bytes of the storages of the forward: ops are of the same shapes where these are the same."""
         first, count = (self.values[members[0]] for members in self.family), len(self.forward)
         return tuple(
             [self.storages[v.storage] for v in first if v.origin != "tangent" and v.producer < count]

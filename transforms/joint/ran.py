@@ -46,8 +46,8 @@ def record_run(
 ) -> tuple[Joint, dict[int, torch.Tensor]]:
     """Run `fn(*args, **kwargs)` and its backward; the joint graph, and gradients by identities of leaves.
 
-    `present` is as for `record`, and `cotangents` makes the gradients of those. No gradient is added to `.grad`. Where torch.func inside refuses hooks on saved tensors, all runs again
-    without them.
+    `present` is as for `record`, and `cotangents` makes the gradients of those. No gradient is added to
+    `.grad`. Where torch.func inside refuses hooks on saved tensors, all runs again without them.
     """
     state = RandomState(tensors_given(args, kwargs or {}))
     try:
