@@ -430,7 +430,7 @@ class Viewing(FeedForward):
     """Views of an argument and of a parameter beside the result: they take no memory."""
 
     def forward(self, x, y):
-        return x + self.net(x), y[:, 1:].transpose(1, 2), self.net[1].weight.t()
+        return x + self.net(x), y[:, 1:].transpose(1, 2), self.net[1].get_parameter("weight").t()
 
 
 class Views(Row):

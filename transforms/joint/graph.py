@@ -119,7 +119,7 @@ class JointRecorder(DispatchMode):
 
     @contextlib.contextmanager
     def in_storage(self, other: int | None, whole: int) -> Iterator[None]:
-        """What is made within lies in the memory of value `other`, or in so many bytes (-1: what it takes)."""
+        """What is made within lies in the memory of value `other`, or in so many bytes (-1: as it is)."""
         self._place = None if other is None else self.values[other].storage, whole
         try:
             yield
