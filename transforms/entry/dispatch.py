@@ -596,6 +596,7 @@ class FlatCall:
         message = hooks_disabled()
         allow_hooks()
         push_hooks(watch, unread)
+        recordings()[-1].watching = unread
         try:
             return run_innermost(function, self.region.selector is not None, args, kwargs)
         except Unwatched:

@@ -380,7 +380,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
                 if recorder.graded_written:
                     raise Carried(recorder.graded_written) from None
                 raise
-            unseen.append(conversion is not None and conversion.hooked)
+            unseen += recorder.hooked, conversion is not None and conversion.hooked
             strays = recorder.outside[len(operands) :]
             refuse_strays(f"region {region.name!r}", region.function, conversion, strays)
         if ranks_met():

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from remat.transforms.compat import function_modes_asked, functions_as_they_are, groups_in, memory_is_real
+from remat.transforms.compat import (
+    function_modes_asked,
+    functions_as_they_are,
+    groups_in,
+    memory_is_real,
+    top_hooks,
+)
 from remat.transforms.context import active, on_scratch, quiet, scratch_around
 from remat.transforms.errors import RematError, user_place
 from remat.transforms.ops import (
@@ -75,9 +81,13 @@ class Recorder(WriteWatch):
         shown: memories from outside that user code has looked at itself, as they were then.
         moved: memories from outside that torch.distributed frees and fills.
         outer: for every op its number on the tape of the region around, if there is one.
+        watching: the second of the saved-tensor hooks that tell what is saved; None where nobody asks.
+        hooked: whether an op ran under others, whose values nobody is told.
     """
 
     records = True
+    watching: Any = None
+    hooked = False
 
     def __init__(
         self,
@@ -181,6 +191,8 @@ class Recorder(WriteWatch):
 
     def _record(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> Any:
         template = self._template(args), self._template(kwargs)
+        if self.watching is not None and ((pair := top_hooks()) is None or pair[1] is not self.watching):
+            self.hooked = True
         if facts.writes:
             self._before_write(func, facts, args, kwargs)
         around = -1 if self.parent is None else self.parent.position
