@@ -5,6 +5,7 @@ Does it draw, write, alias, decide, or act on the outside?
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 
 from remat.transforms.caches import BoundedCache
 from remat.transforms.compat import COMPILED_CODE, OpOverload, functions_as_they_are
-from remat.transforms.objects import is_tensor
+from remat.transforms.objects import attributes, is_tensor
 from remat.transforms.placeholders import Meta
+from remat.transforms.pytree import flatten
 
 # Ops that torch dispatches or not depending on grad mode, hooks and caches, and that compute nothing: the
 # forward and its recomputation may differ in them.
@@ -320,6 +322,24 @@ def lying_as(tensor: torch.Tensor, meta: Any) -> torch.Tensor:
         return tensor
     stand_in = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
     return torch.empty_like(stand_in, device=tensor.device).copy_(tensor)
+
+
+def hands_out(packed: Any, tensor: torch.Tensor) -> bool:
+    """Whether what a saved-tensor hook made of a tensor has the tensor's own memory, so that the other hook
+    hands out what somebody may have written there."""
+    leaves = [*flatten(packed)[0], *(attributes(packed) or {}).values()]
+    return any([_in_memory_of(tensor, leaf) for leaf in leaves])
+
+
+def _in_memory_of(tensor: torch.Tensor, other: Any) -> bool:
+    if is_tensor(other):
+        return storage(other) == storage(tensor)
+    arrays = getattr(sys.modules.get("numpy"), "ndarray", None)
+    if arrays is None or not issubclass(type(other), arrays) or tensor.device.type != "cpu":
+        return False
+    with functions_as_they_are():
+        first, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+    return first <= other.ctypes.data < first + size
 
 
 def geometry(tensor: torch.Tensor) -> Any:

@@ -111,8 +111,9 @@ class PolicySelector:
                 self.product = describe(args[:2])
             if op is not _aten.add.Tensor:
                 return Decision.RECOMPUTE.value
-            op = self.calls.fused
-            args, kwargs = (describe(args[0]), *_as_operands(op, *self.product)), {}
+            if self.product is not None:  # in inference mode torch makes other ops of it
+                op = self.calls.fused
+                args, kwargs = (describe(args[0]), *_as_operands(op, *self.product)), {}
         verdict = self.policy.decide_by_op(op)
         if verdict is not None:
             return verdict.value

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from remat import remat, save_matmuls, save_nothing, scan_remat
+from remat import checkpoint_policy, remat, save_matmuls, save_nothing, save_ops, scan_remat, while_remat
 from tests.helpers import crossed, rand
 
 POLICIES = [save_nothing, save_matmuls]
@@ -130,3 +130,62 @@ def test_a_scan():
 
     for run in (WAYS["grad"], WAYS["vjp"], WAYS["jacrev"], WAYS["vmap(grad)"]):
         torch.testing.assert_close(run(scanned_over, x), run(plain, x))
+
+
+def looped(fn, x):
+    for _ in range(3):
+        x = fn(x)
+    return x
+
+
+def over(fn, x):
+    return scan_remat(lambda c, _: (fn(c), None), x, length=3, checkpoints=2)[0]
+
+
+def while_over(fn, x):
+    step = lambda c: (fn(c[0]), c[1] + 1)  # noqa: E731
+    return while_remat(lambda c: c[1] < 3, step, (x, torch.tensor(0)), checkpoints=2, max_steps=4)[0]
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("scan", [over, while_over])
+@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"vmap(grad)", "grad(vmap)"}))
+def test_scans_of_weights_that_require_gradients(way, scan, made_inside):
+    """Plain autograd records no op below the levels, and no Function either."""
+    w = W.clone().requires_grad_()
+    step, run = (lambda c: (c @ w).tanh()), WAYS[way]
+    with torch.inference_mode():
+        x = rand(3) * 1.0 if made_inside else rand(3)
+        want = run(lambda x: looped(step, x), x)
+        for scanned in (lambda x: scan(step, x), lambda x: remat(lambda x: scan(step, x))(x)):
+            torch.testing.assert_close(run(scanned, x), want)
+
+
+def two_products(x, w):
+    return torch.nn.functional.linear(torch.nn.functional.linear(x, w).sin(), w, w[0]).cos()
+
+
+@pytest.mark.filterwarnings("ignore:The cost of", "ignore:A budget")
+@pytest.mark.parametrize(
+    "policy", [checkpoint_policy(budget=0.5), save_matmuls, save_ops(torch.ops.aten.add)]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_policies_on_what_was_made_inside(way, policy):
+    region, run = remat(two_products, policy=policy), WAYS[way]
+    with torch.inference_mode():
+        x, w = rand(3) * 1.0, rand(3, 3, seed=5) * 1.0
+        want = run(lambda x: two_products(x, w), x)
+        for _ in range(2):
+            torch.testing.assert_close(run(lambda x: region(x, w), x), want)
+
+
+def test_a_scan_whose_results_are_not_read_in_parts():
+    """A step of which nothing has a cotangent has nothing to pull back."""
+
+    def loss(x):
+        end, ys = scan_remat(lambda c, _: (c.detach().sin(), (c * 2).cos()), x, length=3, checkpoints=1)
+        return ys[0].sum()
+
+    with torch.inference_mode():
+        x = rand(3) * 1.0
+        torch.testing.assert_close(grad(loss)(x), grad(lambda x: (x * 2).cos().sum())(x))

@@ -596,3 +596,57 @@ def test_hooks_are_given_no_tensor_without_memory(name: str, hooks: str, nested:
             assert found is right
         else:
             assert torch.equal(found, right)
+
+
+# -- writes to what hooks hold --------------------------------------------------------------------------
+
+
+class Wrapped:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+# Hooks that hold the memory itself: autograd does not look whether it was written to.
+HOLD: dict[str, Function] = {
+    "the tensor": under(lambda: saved_tensors_hooks(lambda t: t, torch.clone)),
+    "a list": under(lambda: saved_tensors_hooks(lambda t: ("cpu", [t.detach()]), lambda p: p[1][0])),
+    "its data": under(lambda: saved_tensors_hooks(lambda t: t.data, lambda t: t)),
+    "an object": under(lambda: saved_tensors_hooks(Wrapped, lambda wrapped: wrapped.tensor)),
+    "an array": under(lambda: saved_tensors_hooks(lambda t: t.detach().numpy(), torch.from_numpy)),
+    "save_on_cpu": on_cpu,
+}
+
+
+def reads_its_argument(wrap: Function) -> Function:
+    return wrap(lambda a: (a + 1).sin() * 2)
+
+
+def reads_it_two_deep(wrap: Function) -> Function:
+    inner = wrap(lambda b: (b + 1).sin())
+    return wrap(lambda a: inner(a + 1) * 2)
+
+
+def reads_what_it_captures(wrap: Function) -> Function:
+    return lambda a: wrap(lambda: (a + 1).sin())()
+
+
+@pytest.mark.parametrize("make", [reads_its_argument, reads_it_two_deep, reads_what_it_captures])
+@pytest.mark.parametrize("hooks", [*HOLD.values(), cloned], ids=[*HOLD, "a clone"])
+def test_a_write_to_what_hooks_hold(hooks: Function, make: Function) -> None:
+    """It is told, as without hooks: without regions autograd saves none of what is written to."""
+    x = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64, requires_grad=True)
+
+    def step(fn: Function) -> torch.Tensor:
+        a = x * 2
+        out = fn(a)
+        a.mul_(5)
+        return out.sum() + a.sum()
+
+    (want,) = torch.autograd.grad(hooks(lambda: step(make(plainly)))(), x)
+    for _ in range(2):
+        loss = hooks(lambda: step(make(remat)))()
+        if hooks is cloned:
+            assert alike(torch.autograd.grad(loss, x), [want])
+        else:
+            with pytest.raises(RematError, match="written in place"):
+                torch.autograd.grad(loss, x)

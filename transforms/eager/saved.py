@@ -19,7 +19,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import Numbered, beyond_regions, numbered, numbered_again, packed_by, quiet
 from remat.transforms.errors import RematError, not_repeated, written
-from remat.transforms.ops import lying_as, metadata, version_of
+from remat.transforms.ops import hands_out, lying_as, metadata, version_of
 from remat.transforms.tape import Held, Tape, map_tensors
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -87,10 +87,16 @@ class SavedInput:
             self._given = weakref.ref(tensor), weakref.ref(around), version_of(around)
             self.packed, self.unpack = packed_by(hooks[0], quiet(tensor.detach)), hooks[1]
             self.meta, self._known = metadata(tensor), numbered(tensor)
+            if not around.is_inference() and hands_out(self.packed, tensor):
+                self.watched = quiet(around.detach)
+                self.version = version_of(self.watched)
 
     def get(self, inputs: Any, at: int) -> torch.Tensor:
         """The tensor again, without a history, the same object each time; `inputs.path` finds its name."""
         if self.unpack is not None:
+            if not self.unwritten:
+                named = inputs.path(at, self._given[0]() if self._given[0]() is not None else self.watched)
+                raise RematError(written(f"region {inputs.region.name!r}", self.watched, named))
             # Once a pass: torch's checkpoint gives it once.
             if self._fetched is None or self._task != graph_task():
                 if self.meta is None:

@@ -75,6 +75,8 @@ def at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...
     if forward_ad_active(operands):
         return plain_duals(prim, operands)
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+        if prim.pulls and not outside_inference():
+            return _run(prim, operands)  # no op is recorded, and nothing can be saved
         return BottomNode.apply(prim, *operands)
     return _run(prim, operands)
 

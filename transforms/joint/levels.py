@@ -90,7 +90,9 @@ def _stand_alone(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
         return tensor
     # A tensor of a trace is nothing without the trace's mode (2.13 lets it be).
     with below_levels() if is_tracing() else outside_all_modes():
-        return tensor.detach().requires_grad_(requires_grad)
+        # What was made in inference mode requires no gradient outside of it.
+        alias = tensor.clone() if tensor.is_inference() else tensor.detach()
+        return alias.requires_grad_(requires_grad)
 
 
 def record_peeled(fn: Callable[..., Any], call: Peeled, hooks: bool) -> Joint:

@@ -25,6 +25,7 @@ from remat.transforms.compat import (
     in_transform,
     is_wrapped,
     modes_active,
+    outside_inference,
     top_hooks,
 )
 from remat.transforms.context import active
@@ -92,7 +93,20 @@ def _torch_differentiable(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad or is_wrapped(tensor)
 
 
-class _Scan(torch.autograd.Function):
+class _Recorded(torch.autograd.Function):
+    """A Function that autograd records where it records ops."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if in_transform() or outside_inference():
+            return super().apply(*args)
+        # Below a level of torch.func that is in inference mode no op is recorded; a Function would be, and
+        # cannot save what was made there. Its ops are those that run outside, as in a pull-back.
+        with torch.inference_mode(False), torch.no_grad():
+            return super().apply(*args)
+
+
+class _Scan(_Recorded):
     """scan, *operands -> tensors of the carry, ys, and under functorch the kept states."""
 
     @staticmethod
@@ -182,7 +196,7 @@ class _Scan(torch.autograd.Function):
         return (*outs, *([None] * scan.extra))
 
 
-class _PullBack(torch.autograd.Function):
+class _PullBack(_Recorded):
     """scan, needs, present, *operands, *kept, *cotangents -> gradients of the needed operands."""
 
     @staticmethod

@@ -223,6 +223,8 @@ def _with_func(
     outputs: Callable[..., list[Any]], flat: list[torch.Tensor], marks: list[bool], cts: Grads, over: Over
 ) -> Grads:
     at = [i for i, mark in enumerate(marks) if mark]
+    if all(ct is None for ct in cts):
+        return [None] * len(flat)
 
     def chosen(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         full = merge(flat, at, values)

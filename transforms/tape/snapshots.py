@@ -22,7 +22,16 @@ from remat.transforms.compat import (
 from remat.transforms.context import active, beyond_regions, numbered, numbered_again, packed_by, quiet
 from remat.transforms.errors import RematError, written
 from remat.transforms.offload import Elsewhere, Store, away_in
-from remat.transforms.ops import lying_as, memory_of, metadata, storage, targets, traits, version_of
+from remat.transforms.ops import (
+    hands_out,
+    lying_as,
+    memory_of,
+    metadata,
+    storage,
+    targets,
+    traits,
+    version_of,
+)
 from remat.transforms.pytree import flatten
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.tape import Tape, map_tensors
@@ -53,26 +62,25 @@ class Held(Elsewhere):
         self.region, self.hooks = region, hooks
         self.takers, self._left, self._task = 1, 0, -1
         self._fetched: torch.Tensor | None = None
-        # What is made below autograd, as by a recorder, has a version of its own.
-        self.watched = plain if watched is None else quiet(watched.detach)
-        self.version = version_of(self.watched)
         self.packed: Any = plain if hooks is None else packed_by(hooks[0], plain)
+        self.watched: Any = None
+        if hooks is None or hands_out(self.packed, plain):
+            # What is made below autograd, as by a recorder, has a version of its own.
+            self.watched = plain if watched is None else quiet(watched.detach)
+            self.version = version_of(self.watched)
         self.known = () if hooks is None else numbered(tensor)
         self.meta = None if hooks is None else metadata(plain)
 
     @property
     def unwritten(self) -> bool:
         """Whether nobody has written to it since, as far as is known here."""
-        return self.hooks is not None or version_of(self.watched) == self.version
+        return self.watched is None or version_of(self.watched) == self.version
 
     def get(self, alone: bool = False) -> torch.Tensor:
         """The value again; if `alone`, in memory of its own."""
-        if self.hooks is not None:
-            value = self._fetch()
-        elif version_of(self.watched) != self.version:
-            raise RematError(written(f"region {self.region!r}", self.packed))
-        else:
-            value = self.packed
+        if not self.unwritten:
+            raise RematError(written(f"region {self.region!r}", self.watched))
+        value = self.packed if self.hooks is None else self._fetch()
         # A new tensor object each time: autograd writes its own record on it.
         return value.clone() if alone else value.detach()
 
