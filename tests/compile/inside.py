@@ -9,7 +9,5 @@ from remat.transforms.compat.autograd import in_transform  # whether a level of 
 from remat.transforms.compat.fx import Template  # copies of regions
 from remat.transforms.compat.gpu import lowered  # code as Inductor writes it
 from remat.transforms.compat.gpu.attention import attention_of_gpus  # kernels that cards take
-from remat.transforms.compiled import lowering  # the order of recomputations, switched off
 from remat.transforms.compiled.barrier import _code, fence  # fences
 from remat.transforms.entry import compiled  # copies of regions, switched off
-from remat.transforms.scan.compiled import unroll  # the order of steps, switched off

@@ -183,16 +183,6 @@ def test_recomputed_reductions_in_other_blocks_are_told(triton):
 
 
 @pytest.mark.slow
-def test_what_a_recomputation_computes_twice_is_not_lost(triton):
-    grads = torch.vmap(
-        torch.func.grad(lambda w, x: remat(lambda w, x: (x @ w).tanh().sin())(w, x).sum()), (None, 0)
-    )
-    w, x = torch.empty(64, 64, device="meta", requires_grad=True), torch.empty(8, 4, 64, device="meta")
-    report = compile_for("h100", grads, w, x, machine_code=False)
-    assert report.backward is not None and report.survived and report.regions[0].ops["tanh"]
-
-
-@pytest.mark.slow
 def test_what_only_gives_a_shape_is_not_lost(triton):
     """The backward of a pooling reads the shape of its input: the convolution that makes it does not run."""
     region = remat(lambda x, w: x + F.conv2d(F.silu(F.conv2d(x, w, padding=1)), w, padding=1))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from remat import RematError, remat, save_matmuls, save_nothing, scan_remat
 from remat.gpu import GpuGraph, GpuReport, Simulation, compile_for, trace
-from tests.compile.inside import lowered, lowering, unroll
+from tests.compile.inside import lowered
 from tests.inside import trace_memory
 from tests.rotary import rotate
 
@@ -152,33 +152,3 @@ def test_live_bytes_of_a_scan_on_the_cpu_are_those_of_the_profiler(options):
     torch.autograd.grad(step(x, weights), leaves)
     found = trace_memory(lambda mark: torch.autograd.grad(step(x, weights), leaves)).peak
     assert abs(peak - found) <= 0.02 * found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scans", [False, True])
-def test_a_wide_activation_is_recomputed_in_a_kernel_of_its_own(scans, monkeypatch):
-    """Fused with its derivative, the kernel would hold all that both read and write."""
-
-    def step(x: Tensor, weights: Any) -> tuple[Tensor, None]:
-        up, gate, down = weights
-        return x + (F.silu(x @ up) * (x @ gate)) @ down, None
-
-    def peak() -> int:
-        x = torch.empty(16 * WIDE, WIDE, device="meta")
-        ws = [torch.empty(2, WIDE, 8 * WIDE, device="meta", requires_grad=True) for _ in range(2)]
-        ws.append(torch.empty(2, 8 * WIDE, WIDE, device="meta", requires_grad=True))
-        block = remat(lambda x, weights: step(x, weights)[0])
-
-        def loss(x: Tensor, ws: list[Tensor]) -> Tensor:
-            if scans:
-                return scan_remat(step, x, ws, checkpoints="all")[0].square().sum()
-            for row in zip(*ws, strict=True):
-                x = block(x, row)
-            return x.square().sum()
-
-        return compile_for("h100", loss, x, ws, machine_code=False).peak
-
-    apart = peak()
-    place = unroll if scans else lowering
-    monkeypatch.setattr(place, "activations_first" if scans else "before_products", lambda *_: None)
-    assert apart < peak()

@@ -192,19 +192,6 @@ def test_a_region_costs_something_once_and_something_for_each_op(probed):
     assert speeds_of("cpu").op() == STEP
 
 
-def test_a_small_block_says_what_an_op_takes_and_what_a_region_adds(monkeypatch, two_threads):
-    def turns(runs, device):
-        assert torch.get_num_threads() == 1
-        assert len([run() for run in runs]) == 8
-        whole, small = [3.0, 3.0 + 0.4 + 2.0 + 24 * 0.01, 0.4], [0.5, 0.5 + 0.1 + 2.0 + 3 * 0.01, 0.1]
-        return [*whole, *small, 1.0, 1.0 + 8 * speeds.SEVERAL * 0.1]
-
-    monkeypatch.setattr(speeds, "in_turns", turns)
-    assert speeds.time_blocks("cpu") == pytest.approx([0.1, 2.0, 0.01])
-    weights = tuple(torch.ones(shape, requires_grad=True) for shape in ((4, 8), (8,), (8, 8)))
-    assert len(record(speeds.several, weights).ops) == speeds.SEVERAL
-
-
 @pytest.mark.parametrize(("dim", "narrow"), [(16, "narrow "), (64, "")])
 def test_attention_has_speeds_by_pass_and_by_the_width_of_heads(probed, dim, narrow):
     q = torch.empty(1, 2, 8, dim, requires_grad=True)
@@ -225,14 +212,6 @@ def test_a_causal_mask_spares_blocks_of_keys(probed):
     for rows, share in ((256, 1.0), (1024, 0.75), (2048, 0.625)):
         expected = [share * seconds for seconds in prices(rows, False)]
         assert len(expected) == 2 and prices(rows, True) == pytest.approx(expected)
-
-
-def test_a_probe_of_narrow_heads_has_narrow_heads():
-    for kind, dim in (("attention", 64), ("narrow attention", 32), ("narrow attention backward", 32)):
-        first = next(speeds.probes(kind, torch.float32, "cpu"))
-        out = first.make()()
-        assert first.work == (10 if "backward" in kind else 4) * 8 * 64 * 64 * dim
-        assert (out[0] if isinstance(out, tuple) else out).shape[-1] == dim
 
 
 def test_timing_an_op_draws_nothing_from_the_users_generator(monkeypatch, tmp_path):
