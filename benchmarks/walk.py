@@ -131,8 +131,8 @@ WALKS: dict[str, Callable[[], Walk]] = {
 LIMITS = {
     "eager, second call": 9,
     "torch.func.grad, second call": 14,
-    "torch.compile, tracing": 19,
-    "scan": 16,
+    "torch.compile, tracing": 20,
+    "scan": 17,
 }
 
 

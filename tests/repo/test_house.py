@@ -63,6 +63,7 @@ READS_INSIDE = {
         conftest helpers inside lanes""",
     "the door of a room": """
         compile/inside plan/inside policies/inside regions/inside scan/inside tools/inside""",
+    "the list of what is exchanged in torch": "repo/test_patches",
     "ranks that do not answer: how long is waited for them is set to seconds": """
         interop/later_worker interop/many_worker""",
 }

@@ -32,6 +32,8 @@ from torch._functorch.vmap import restore_vmap as restore_vmap
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.overrides import handle_torch_function
 
+from remat.transforms.compat.patches import exchange
+
 # -- saved-tensor hooks -------------------------------------------------------------------------------
 # The context manager of torch.autograd.graph costs a Python object and a generator a region; a region may
 # pass 24 times a step, so the frame pushes and pops by hand.
@@ -205,7 +207,7 @@ def _noting_pass(*args: Any, **kwargs: Any) -> Any:
 
 
 _tls: Any = torch._C
-eager_transforms._autograd_grad = _noting_pass
+exchange(eager_transforms, "_autograd_grad", _noting_pass)
 
 
 def has_no_level_rule(error: Exception) -> bool:
@@ -262,7 +264,7 @@ def at_function_apply(kind: type[Any]) -> None:
     def unwrap_dead_wrappers(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return _unwrap_dead_wrappers(_substituted(args))
 
-    functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
+    exchange(functorch_utils, "unwrap_dead_wrappers", unwrap_dead_wrappers)
     function: Any = torch.autograd.Function
     if _APPLY_IN_CPP:
         in_cpp = function.__dict__["apply"]
@@ -270,7 +272,7 @@ def at_function_apply(kind: type[Any]) -> None:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return in_cpp.__get__(None, cls)(*_substituted(args), **kwargs)
 
-        function.apply = classmethod(apply)
+        exchange(function, "apply", classmethod(apply))
 
 
 def around_function_apply(below: Callable[..., Any], at_level: Callable[..., Any]) -> None:
@@ -288,7 +290,7 @@ def around_function_apply(below: Callable[..., Any], at_level: Callable[..., Any
             users = issubclass(cls, function) and not cls.__module__.startswith("remat.")
             return below(go_on, cls, args, kwargs) if users else go_on()
 
-        setattr(SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010
+        exchange(SingleLevelFunction, "apply", classmethod(apply))
     else:
         own = function.__dict__["apply"]
 
@@ -296,7 +298,7 @@ def around_function_apply(below: Callable[..., Any], at_level: Callable[..., Any
             go_on = functools.partial(own.__get__(None, cls), *args, **kwargs)
             return go_on() if in_transform() else below(go_on, cls, args, kwargs)
 
-        function.apply = classmethod(apply_below)
+        exchange(function, "apply", classmethod(apply_below))
     kind: Any = type(custom_function_call)
     as_it_is = kind.__call__
 
@@ -304,7 +306,7 @@ def around_function_apply(below: Callable[..., Any], at_level: Callable[..., Any
         go_on = functools.partial(as_it_is, self, *args, **kwargs)
         return at_level(go_on) if in_transform() else go_on()
 
-    kind.__call__ = called
+    exchange(kind, "__call__", called)
 
 
 def ask_about_function(cls: Any, args: Any, kwargs: Any) -> Any:
@@ -339,7 +341,7 @@ def watch_transforms(more: int) -> None:
         if _watchers[0] == max(more, 0):  # the first one comes, or the last one goes
             now = _watched if more > 0 else _as_they_are
             for (where, name, _), function in zip(_wrapping, now, strict=True):
-                setattr(where, name, function)
+                exchange(where, name, function)
 
 
 # Torch counts forward-mode levels for the whole process, where one can be open, and does not say whose it is.
@@ -366,8 +368,8 @@ def note_dual_level(opened: bool) -> bool:
 
 
 _forward_ad: Any = torch.autograd.forward_ad
-_forward_ad.enter_dual_level = _level_noted(_forward_ad.enter_dual_level, True)
-_forward_ad.exit_dual_level = _level_noted(_forward_ad.exit_dual_level, False)
+exchange(_forward_ad, "enter_dual_level", _level_noted(_forward_ad.enter_dual_level, True))
+exchange(_forward_ad, "exit_dual_level", _level_noted(_forward_ad.exit_dual_level, False))
 
 
 def dual_level_open() -> bool:

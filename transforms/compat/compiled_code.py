@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 
+from remat.transforms.compat.patches import exchange
+
 
 class CompiledCode:
     """The code of one graph. All are equal: a function is compiled anew for its run in a recomputation."""
@@ -99,7 +101,7 @@ def _ask_threads() -> None:
     def callback(compiler: Any) -> Any:
         return None if _left.calls or _left.cond else plain(compiler)
 
-    frames._callback_from_stance = callback
+    exchange(frames, "_callback_from_stance", callback)
 
 
 @contextlib.contextmanager
@@ -153,7 +155,7 @@ def intercept_compiled_cond(here: Callable[[], bool]) -> None:
             asking = asking.f_back
         return uncompiled() if asking.f_code is torch.cond.__code__ and here() else plain()
 
-    utils.setup_compilation_env = environment
+    exchange(utils, "setup_compilation_env", environment)
 
 
 # -- what modes see -----------------------------------------------------------------------------------
@@ -185,4 +187,4 @@ def seen_as_one_op(ours: type[Any]) -> None:
         return COMPILED_CODE(CompiledCode(self, plain), tuple(inputs))
 
     code_seen.append(plain)
-    CompiledFxGraph.__call__ = called  # pyright: ignore[reportAttributeAccessIssue]
+    exchange(CompiledFxGraph, "__call__", called)

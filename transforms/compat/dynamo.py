@@ -25,6 +25,7 @@ from remat.transforms.compat.autograd import (
     unwrap_batched,
     unwrap_for_grad,
 )
+from remat.transforms.compat.patches import exchange
 from remat.transforms.errors import RematError
 
 # By the names that torch.func itself has for them, which Dynamo knows. Level, batch size, where to put it.
@@ -156,8 +157,8 @@ def _share_floats(_: Any, tx: Any) -> Any:
             output.tracers = tracers
 
     if usual.__module__ != __name__:
-        VariableBuilder.wrap_symfloat = wrap_symfloat
-        tx.output.add_cleanup_hook(lambda: setattr(VariableBuilder, "wrap_symfloat", usual))
+        exchange(VariableBuilder, "wrap_symfloat", wrap_symfloat)
+        tx.output.add_cleanup_hook(lambda: exchange(VariableBuilder, "wrap_symfloat", usual))
     return _constant(tx, None)
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from remat.transforms.compat.patches import exchange
+
 _MISSING: Any = object()
 
 
@@ -109,14 +111,14 @@ def _in_place() -> Iterator[None]:
             kind: Any = there if name is None else getattr(there, name, None)
             for method, instead in methods.items() if kind is not None else ():
                 _plain.append((kind, method, getattr(kind, method)))
-                setattr(kind, method, _either(getattr(kind, method), instead))
+                exchange(kind, method, _either(getattr(kind, method), instead))
     try:
         yield
     finally:
         with _lock:
             _runs.pop()
             while _plain and not _runs:
-                setattr(*_plain.pop())
+                exchange(*_plain.pop())
 
 
 def _either(plain: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:

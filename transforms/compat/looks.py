@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from remat.transforms.compat.patches import exchange
+
 # Every backward that Python starts ends in this object's `run_backward`; torch has no hook around it.
 _variable: Any = torch.autograd.Variable
 # The order in which callers give its arguments, some by position.
@@ -74,8 +76,8 @@ def backwards_watched(
     with _lock:
         _looks.append(None)
         if len(_looks) == 1:
-            _variable._execution_engine = _Engine(_variable._execution_engine)
-            torch.UntypedStorage.resize_ = _resize  # pyright: ignore[reportAttributeAccessIssue]
+            exchange(_variable, "_execution_engine", _Engine(_variable._execution_engine))
+            exchange(torch.UntypedStorage, "resize_", _resize)
     _watchers.backwards.append(backward)
     _watchers.resizes.append(resize)
     try:
@@ -86,5 +88,5 @@ def backwards_watched(
         with _lock:
             _looks.pop()
             if not _looks:
-                _variable._execution_engine = _variable._execution_engine._engine
+                exchange(_variable, "_execution_engine", _variable._execution_engine._engine)
                 del torch.UntypedStorage.resize_

@@ -150,7 +150,7 @@ def as_subgraph(
         at[node] = graph.node_copy(node, at.__getitem__)
     graph.output(tuple([at[node] for node in ends]))
     name = tracer.get_fresh_qualname("remat_region_")
-    setattr(tracer.root, name, GraphModule({}, graph))
+    tracer.root.add_module(name, GraphModule({}, graph))
     return Subgraph(name, given)
 
 

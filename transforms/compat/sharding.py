@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from remat.transforms.compat.patches import exchange
+
 
 def sharding_aside(run: Callable[..., Any]) -> None:
     """Let `run(function, *args)` call what DTensor propagates shardings by, from now on.
@@ -37,7 +39,7 @@ def sharding_aside(run: Callable[..., Any]) -> None:
     ):
         plain = getattr(holder, name, None)
         if plain is not None:
-            setattr(holder, name, functools.partial(run, plain))
+            exchange(holder, name, functools.partial(run, plain))
 
 
 # Where parameters are gathered and freed: (module, class or None for the module itself, functions).
@@ -81,7 +83,7 @@ def bookkeeping_aside(
             _aside.add((module, name))
             for method in methods:
                 if (plain := getattr(kind, method, None)) is not None:
-                    setattr(kind, method, _called_by(run, plain))
+                    exchange(kind, method, _called_by(run, plain))
 
 
 _aside: set[tuple[str, str | None]] = set()
