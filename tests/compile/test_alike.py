@@ -150,6 +150,20 @@ def tied(ws, x):
     return chain(block)([ws[0], ws[1], ws[0], ws[1]], x)
 
 
+def factors(ws, x):
+    block = remat(mlp)
+    for i, w in enumerate(ws):
+        x = block(w, x, 1.0 if i % 2 else 2.0)
+    return x.square().sum()
+
+
+def some_frozen(ws, x):
+    block = remat(mlp)
+    for i, w in enumerate(ws):
+        x = block(w if i % 2 else {"up": w["up"].detach(), "down": w["down"]}, x)
+    return x.square().sum()
+
+
 def lengths(ws, x):
     block = remat(mlp)
     return chain(block)(ws[:1], x) + chain(block)(ws[:1], x[:2])
@@ -193,7 +207,9 @@ COPIED = {
     # One pull-back is moved ahead of a reader outside (`compiled/turns.py`), and traced by itself.
     "under value_and_grad": (by_func(remat(mlp)), 5),
     "tied weights": (tied, 6),
+    "two factors": (factors, 4),
     "two lengths": (lengths, 0),
+    "some frozen": (some_frozen, 4),
     "regions in regions": (nested, 0),
     "results that share memory": (share_memory, 0),
     "written inside": (chain(remat(writes)), 0),

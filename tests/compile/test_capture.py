@@ -25,7 +25,7 @@ from remat.debug import assert_recomputed
 from remat.transforms import value_and_grad
 from tests.compile.inside import in_transform
 from tests.compiled import Graphs, compiled
-from tests.helpers import TORCH, same
+from tests.helpers import TORCH, rand, same
 from tests.tools.test_capture import RUNS, WRAPS, W, X, model
 
 transforms = pytest.mark.parametrize("transform", [capture_grads])
@@ -80,6 +80,19 @@ def test_the_function_itself_and_in_other_code(transform):
     same(compiled(lambda w, x: transform(loss_of(remat), NAMES)(w, x))(W, X), want)
 
 
+@pytest.mark.slow
+def test_gradients_of_arguments():
+    def f(a, b, c):
+        loss = loss_of(remat)
+        return loss(a, X) + loss(a * 2, X) + (b * W * c["scale"]).sum()
+
+    for argnums in (0, (2, 0, 1)):
+        # One tensor twice: two gradients.
+        equal(capture_grads(f, "h", argnums=argnums), W, W, {"scale": rand(3)})
+    with pytest.raises(exc.Unsupported, match="must be a pytree of tensors"):
+        compiled(capture_grads(f, "h", argnums=2))(W, W, {"scale": 3.0})
+
+
 def test_captured_parameters():
     net = nn.Linear(3, 3).double()
 
@@ -101,6 +114,23 @@ def test_trees_and_integers_and_repeated_names(transform):
         return (h["a"] + x).sum()
 
     same(compiled(transform(remat(f), ("t", "x")))(X), transform(f, ("t", "x"))(X))
+
+
+@pytest.mark.slow
+@transforms
+def test_captures_in_captures(transform):
+    def outer(wrap):
+        inner = capture(wrap(lambda x: checkpoint_name(x * 2, "a").exp()), "a")
+        scored = capture_grads(wrap(lambda x: (checkpoint_name(x.sin(), "a") * x).sum()), "a", argnums=0)
+
+        def f(x):
+            y, named = inner(x)
+            value, gradient, grads = scored(y)
+            return checkpoint_name(y + named["a"] + gradient * grads["a"], "b").sum() + value
+
+        return wrap(f)
+
+    same(compiled(transform(outer(remat), ["a", "b"]))(X), transform(outer(WRAPS["none"]), ["a", "b"])(X))
 
 
 POLICIES = {"everything": save_everything, "names": save_names("h"), "budget": checkpoint_policy(budget=0.5)}

@@ -53,6 +53,23 @@ def test_one_graph_has_one_table():
     assert graphs.forward["once"] == 4  # rates, angles, cosines, sines
 
 
+@pytest.mark.slow
+def test_tables_of_other_numbers_are_others():
+    w, x = inputs()
+
+    def run(wrap):
+        def loss(w, x):
+            for base in (100.0, 50.0):
+                x = wrap(lambda w, x, base=base: rotate(x @ w, base))(w, x)
+            return x.square().sum()
+
+        return loss
+
+    graphs = Graphs(run(remat))
+    same(gradients(graphs(w, x), [w]), gradients(run(lambda f: f)(w, x), [w]))
+    assert graphs.forward["cos"] == 2 and not graphs.backward["cos"]
+
+
 def test_writes_to_a_table_stay_where_they_are():
     def written(w: Tensor, x: Tensor) -> Tensor:
         table, other = angles(x).cos(), angles(x).cos()
