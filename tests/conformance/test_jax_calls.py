@@ -21,7 +21,15 @@ def sin_sin(x):
     return torch.sin(torch.sin(x))
 
 
-def check_calls(static):
+STATIC = pytest.mark.parametrize("static", [(), (1,)], ids=["", "static"])
+
+
+@jax(
+    5, "adapted", "one call without derivatives, two with; compiled once in 20 calls", name="remat_retracing"
+)
+@jax(6, "adapted", "the same with a static argument", name="remat_static_agnums_retracing")
+@STATIC
+def test_retracing(static):
     """Nothing is traced ahead: a call is one call, also with one derivative, and two more with two."""
     calls = []
 
@@ -41,16 +49,6 @@ def check_calls(static):
     assert len(calls) == 50
 
 
-@jax(5, "adapted", "one call without derivatives, two with; compiled once in 20 calls")
-def test_remat_retracing():
-    check_calls(())
-
-
-@jax(6, "adapted", "the same with a static argument")
-def test_remat_static_agnums_retracing():
-    check_calls((1,))
-
-
 @jax(24, "adapted", "without derivatives a region adds no op, nor a fence to the graph")
 def test_no_cse_widget_on_primals():
     region = remat(lambda x: (sin_sin(x), 3.0))
@@ -61,7 +59,10 @@ def test_no_cse_widget_on_primals():
     )
 
 
-def check_pulls(static):
+@jax(48, "adapted", "the same", name="vjp_caching")
+@jax(49, "adapted", "the same with a static argument", name="vjp_caching_static_argnums")
+@STATIC
+def test_pulls(static):
     """One forward, and for each of 20 pulls its ops once more: nothing is built again, nothing piles up."""
     calls = []
 
@@ -81,7 +82,6 @@ def check_pulls(static):
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 def test_linearize_caching():
     """torch's linearize folds the forward away, in regions too: JAX's `f_lin` is the pull-back transposed."""
-    check_pulls(())
     out, push = torch.func.linearize(remat(sin_sin), X)
     torch.testing.assert_close(out, sin_sin(X))
     with OpCounter() as ops:
@@ -91,17 +91,10 @@ def test_linearize_caching():
     torch.testing.assert_close(pushes, [torch.cos(torch.sin(X)) * torch.cos(X)] * 20)
 
 
-@jax(48, "adapted", "the same")
-def test_vjp_caching():
-    check_pulls(())
-
-
-@jax(49, "adapted", "the same with a static argument")
-def test_vjp_caching_static_argnums():
-    check_pulls((1,))
-
-
-def check_forwards(static):
+@jax(50, "adapted", "20 forwards, 20 calls; compiled once", name="fwd_caching")
+@jax(51, "adapted", "the same with a static argument", name="fwd_caching_static_argnums")
+@STATIC
+def test_forwards(static):
     calls = []
 
     def f(x, double):
@@ -114,17 +107,15 @@ def check_forwards(static):
     assert len(calls) == 20
 
 
-@jax(50, "adapted", "20 forwards, 20 calls; compiled once")
-def test_fwd_caching():
-    check_forwards(())
-
-
-@jax(51, "adapted", "the same with a static argument")
-def test_fwd_caching_static_argnums():
-    check_forwards((1,))
-
-
-def check_concreteness_error(static):
+@jax(
+    74,
+    "adapted",
+    "the error of an `if` under vmap shows the user's line",
+    name="concreteness_error_includes_user_code",
+)
+@jax(75, "adapted", "the same", name="concreteness_error_includes_user_code_with_static_argnums")
+@STATIC
+def test_concreteness_error(static):
     """vmap cannot branch on data; its error leads to the user's line."""
 
     def f(x, _):
@@ -136,16 +127,6 @@ def check_concreteness_error(static):
         vmap(grad(lambda x: remat(f, static_argnums=static)(x, 1.0)))(X)
     assert not isinstance(caught.value, RematError)
     assert "if x > 0" in "".join(traceback.format_exception(caught.value))
-
-
-@jax(74, "adapted", "the error of an `if` under vmap shows the user's line")
-def test_concreteness_error_includes_user_code():
-    check_concreteness_error(())
-
-
-@jax(75, "adapted", "the same")
-def test_concreteness_error_includes_user_code_with_static_argnums():
-    check_concreteness_error((1,))
 
 
 def check_prevent_cse(prevent, as_dict=False):
