@@ -96,13 +96,14 @@ def _called(value: Any) -> str:
 
 def crossed(*axes: Iterable[Any], every: int = 3) -> list[ParameterSet]:
     """One in `every` of the combinations of the values, each value among them."""
+    values = [list(axis) for axis in axes]
+    rows = [row for row in itertools.product(*[range(len(axis)) for axis in values]) if sum(row) % every == 0]
+    for at, axis in enumerate(values):
+        for missing in sorted({*range(len(axis))} - {row[at] for row in rows}):
+            rows.append(tuple(missing if k == at else missing % len(other) for k, other in enumerate(values)))
+    found = [[axis[i] for axis, i in zip(values, row, strict=True)] for row in rows]
     return [
-        pytest.param(
-            *(value for _, value in row),
-            id="-".join(v if isinstance(v, str) else _called(v) for _, v in row),
-        )
-        for row in itertools.product(*map(enumerate, axes))
-        if sum(i for i, _ in row) % every == 0
+        pytest.param(*row, id="-".join(v if isinstance(v, str) else _called(v) for v in row)) for row in found
     ]
 
 

@@ -234,7 +234,7 @@ POLICIES = {"nothing": None, "matmuls": save_matmuls, "budget": checkpoint_polic
 
 
 @pytest.mark.filterwarnings("ignore:A budget")  # it is below the least that so small a region keeps
-@pytest.mark.parametrize(("kind", "place", "way", "policy"), crossed(KINDS, PLACES, WAYS, POLICIES, every=13))
+@pytest.mark.parametrize(("kind", "place", "way", "policy"), crossed(KINDS, PLACES, WAYS, POLICIES, every=19))
 def test_none_of_its_methods_is_called(kind, place, way, policy):
     x = torch.randn(2, 3, dtype=torch.float64)
     thing = KINDS[kind]()
