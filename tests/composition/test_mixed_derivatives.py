@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
+from torch.func import grad, grad_and_value, jvp, vjp, vmap
 
 from remat import remat, save_matmuls, save_nothing
 from tests.helpers import crossed, rand, same
@@ -19,10 +19,6 @@ Loss = Callable[..., Tensor]
 def product(x: Tensor, w: Tensor) -> Tensor:
     """Of a batch that lies otherwise in memory: copied or not, by whether the weight is differentiated."""
     return (x.transpose(0, 1) @ w).sin()
-
-
-def of_hessians(x: Tensor, w: Tensor) -> Tensor:
-    return hessian(jacrev(lambda x: (x[0, 0, :2] @ w[:2]).sin().sum()))(x).sum() * x
 
 
 def summed(pair: Any) -> Tensor:
@@ -88,12 +84,6 @@ def test_products(order):
 def test_products_of_batches(order):
     xs, w = rand(2, 3, 2, 4), rand(4, 4)
     with_policies(product, lambda loss: vmap(lambda x: order(loss, x, w))(xs))
-
-
-@pytest.mark.parametrize("order", [w_of_x, x_of_w, w_of_both])
-def test_hessians_inside(order):
-    x, w = rand(1, 2, 4), rand(4, 4)
-    with_policies(of_hessians, lambda loss: order(loss, x, w))
 
 
 LIES = {"turned": lambda x: x.t().sin().contiguous().t(), "as usual": Tensor.sin}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from remat import save_matmuls, scan_remat
+from remat import scan_remat
 from tests.helpers import sparse
 from tests.scan.inside import cpu
 
@@ -37,18 +37,6 @@ def test_a_body_that_computes_nothing(args):
     """Inductor hands such a graph back as it is."""
     _, h, xs = args
     check(lambda c, x: (c, None), h, xs, [h])
-
-
-@pytest.mark.slow
-def test_products_with_a_weight_and_its_transpose(args):
-    w, h, xs = args
-    b = torch.randn(D, requires_grad=True)
-
-    def body(h, x):
-        h = torch.tanh(torch.nn.functional.linear(h, w, b) + x @ w)
-        return h, (h.t(), x)
-
-    check(body, h, xs, (*args, b), reverse=True, policy=save_matmuls)
 
 
 @pytest.mark.slow
@@ -114,16 +102,3 @@ def test_small_products_are_sums_in_one_kernel(args, monkeypatch):
     monkeypatch.setattr(cpu, "_decompositions", noted)
     check(lambda h, x: (torch.tanh(h @ w + x), None), h, xs, args)
     assert (graphs.count(True), graphs.count(False)) == (16, 8)
-
-
-@pytest.mark.slow
-def test_inside_torch_compile(args):
-    w, h, xs = args
-
-    def loss(w, h, xs):
-        end, ys = scan_remat(lambda h, x: (torch.tanh(h @ w + x), h.sin()), h, xs, checkpoints="all")
-        return end.sum() + ys.sum()
-
-    expected = torch.autograd.grad(loss(*args), args)
-    compiled = torch.compile(loss, fullgraph=True)
-    torch.testing.assert_close(torch.autograd.grad(compiled(*args), args), expected, rtol=1e-4, atol=1e-5)

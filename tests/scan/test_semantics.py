@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from remat import RematError, scan_layers, scan_remat, while_remat
 from remat.layers import stack_params, unstack_params
 from remat.schedules import Online, Revolve, Segmented, Sqrt, advances
-from tests.helpers import crossed, loop, sparse
+from tests.helpers import crossed, sparse
 from tests.inside import trace_memory
 from tests.scan.inside import Advance, default_slots
 
@@ -193,27 +193,6 @@ def test_random_numbers_are_the_same_again(checkpoints):
     torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), h))
 
 
-@pytest.mark.parametrize("order", [1])
-@pytest.mark.parametrize("randomness", [None, "same", "different"])
-def test_random_numbers_under_functorch(order, randomness):
-    def f(h, scan):
-        def body(h, x):
-            return torch.tanh(h * torch.rand(4) + x), h
-
-        return sum((o**2).sum() for o in scan(body, h, torch.ones(5, 4)))
-
-    def run(scan):
-        torch.manual_seed(3)
-        g = torch.func.grad(lambda h: f(h, scan))
-        if order == 2:
-            g = torch.func.grad(lambda h, g=g: (g(h) ** 2).sum())
-        if randomness:
-            return torch.func.vmap(g, randomness=randomness)(torch.linspace(0, 1, 12).view(3, 4))
-        return g(torch.ones(4))
-
-    torch.testing.assert_close(run(lambda *a: scan_remat(*a, checkpoints=2)), run(loop))
-
-
 def test_autocast_of_the_forward_holds_in_the_backward():
     w = torch.randn(8, 8, requires_grad=True)
     seen = []
@@ -375,31 +354,3 @@ def test_documented_examples_run():
 
 
 # -- compilation -------------------------------------------------------------------------------------------
-
-
-def test_a_step_is_traced_once_whatever_the_length():
-    from torch._dynamo.utils import counters
-
-    w = torch.randn(8, 8, requires_grad=True)
-
-    def body(h, x):
-        h = torch.tanh(h @ w + x)
-        return h, h.sin()
-
-    def value(n, **options):
-        end, ys = scan_remat(body, torch.zeros(8), torch.linspace(0, 1, n), checkpoints=3, **options)
-        return end.sum() + ys.square().sum()
-
-    made = []
-    for n in (10, 200):
-        counters.clear()
-        found = torch.autograd.grad(value(n, compile="aot_eager"), w)
-        made.append(counters["stats"]["unique_graphs"])
-        torch.testing.assert_close(found, torch.autograd.grad(value(n), w))
-    assert made == [1, 0]
-    torch.testing.assert_close(
-        torch.func.grad(lambda s: scan_remat(body, s, torch.ones(5), compile="aot_eager")[0].sum())(
-            torch.zeros(8)
-        ),
-        torch.func.grad(lambda s: scan_remat(body, s, torch.ones(5))[0].sum())(torch.zeros(8)),
-    )
