@@ -126,13 +126,6 @@ OTHERWISE = (
         "what a table is made of is drawn again, where three levels run the function again",
     ),
     Expected(
-        "plain_over_vmap",
-        "hooks_inside save_on_cpu_inside",
-        "same failed",
-        "gradients|",
-        "a fault that stands: test_derivatives.py::test_hooks_inside_a_region_under_vmap",
-    ),
-    Expected(
         "mixed",
         "global_bound_anew",
         "same refused",
