@@ -223,6 +223,8 @@ class Pass:
         seen: Seen = {f"buffer {name}": value.clone() for name, value in model.named_buffers()}
         for name in ("calls", "factor", "history", "gradients", "shared", "cache", "last"):
             value = getattr(model, name)
+            if name in ("history", "gradients") and UNDER_A_BUDGET.search(self.source):
+                continue
             seen[f"self.{name}"] = pytree.tree_map(
                 lambda v: v.detach().clone() if isinstance(v, Tensor) else v, value
             )
@@ -729,10 +731,10 @@ def on_cpu(model: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # -- the comparison ----------------------------------------------------------------------------------------
 
 
-# Under a budget, what a first call appends to lists is there once more (docs/inspecting.md).
-LOOKED_AT = re.compile(
-    r"(?s)(?=.*\"(" + "|".join(library.PLANNED) + r")\"\))(?=.*self\.(history|shared|gradients|escaped)\b)"
-)
+# Under a budget, what a first call appends to lists is there once more (docs/inspecting.md). Where nothing
+# reads the list, all else is compared.
+UNDER_A_BUDGET = re.compile(r"\"(" + "|".join(library.PLANNED) + r")\"\)")
+READS_A_LIST = re.compile(r"len\(self\.history\)|self\.(shared|escaped)\b")
 
 
 # Under torch.func a TorchScript module has other tangents, and derivatives of gradients, in its second call
@@ -757,7 +759,7 @@ def _checked(
     seed: int = 0,
 ) -> Verdict:
     source = subject.text
-    if LOOKED_AT.search(source):
+    if UNDER_A_BUDGET.search(source) and READS_A_LIST.search(source):
         return Verdict("invalid", "a look of the planner is one more call, which lists of the user's show")
     if "self.scripted" in source and not ONCE_SCRIPTED.isdisjoint(step["how"] for step in steps):
         return Verdict("invalid", "torch's derivatives of TorchScript depend on the number of calls")
