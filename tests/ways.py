@@ -737,6 +737,11 @@ UNDER_A_BUDGET = re.compile(r"\"(" + "|".join(library.PLANNED) + r")\"\)")
 READS_A_LIST = re.compile(r"len\(self\.history\)|self\.(shared|escaped)\b")
 
 
+def shows_looks(source: str) -> bool:
+    """Whether a look of the planner shows in what the program computes."""
+    return bool(UNDER_A_BUDGET.search(source) and READS_A_LIST.search(source))
+
+
 # Under torch.func a TorchScript module has other tangents, and derivatives of gradients, in its second call
 # and in its third; they are wrong in all but the first: torch's own (2.13, `optimized_execution` or not).
 ONCE_SCRIPTED = frozenset(
@@ -759,7 +764,7 @@ def _checked(
     seed: int = 0,
 ) -> Verdict:
     source = subject.text
-    if UNDER_A_BUDGET.search(source) and READS_A_LIST.search(source):
+    if shows_looks(source):
         return Verdict("invalid", "a look of the planner is one more call, which lists of the user's show")
     if "self.scripted" in source and not ONCE_SCRIPTED.isdisjoint(step["how"] for step in steps):
         return Verdict("invalid", "torch's derivatives of TorchScript depend on the number of calls")

@@ -13,13 +13,13 @@ from tests.bank import BANK, expected, subject
 from tests.bank.library import POLICIES
 from tests.helpers import forget, seed_only_what_is_there
 from tests.interop.ranks import group_of
-from tests.ways import LOOKED_AT, check
+from tests.ways import check, shows_looks
 
 
 def policy_of(name: str) -> str:
     """Neighbours in the bank have others. A plan is one more call, which lists of the user's show."""
     policy = list(POLICIES)[list(BANK).index(name) % len(POLICIES)]
-    return "nothing" if LOOKED_AT.search(subject(BANK[name], policy).text) else policy
+    return "nothing" if shows_looks(subject(BANK[name], policy).text) else policy
 
 
 def work(rank: int, folder: str, pairs: list[tuple[str, str]], seconds: int) -> None:
