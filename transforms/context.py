@@ -329,7 +329,10 @@ memory_watch = MemoryWatch()
 
 
 def quiet(function: Callable[..., Any], *args: Any) -> Any:
-    """Run an op of the engine's own, which no recording counts."""
+    """Run an op of the engine's own, which no recording counts.
+
+    A region around may come here by another way when its function runs again, without this op.
+    """
     before = active.quiet
     active.quiet = True
     try:

@@ -40,7 +40,10 @@ def hollow(meta: Meta) -> torch.Tensor:
 
 
 def stand_in(outs: Any) -> Any:
-    """What stands in for the results of a skipped op, each in memory of its own."""
+    """What stands in for the results of a skipped op, each in memory of its own.
+
+    Values of a recomputation are told apart by their storages.
+    """
     if isinstance(outs, Meta):
         return hollow(outs)
     return type(outs)([stand_in(v) for v in outs]) if isinstance(outs, (tuple, list)) else outs

@@ -1,4 +1,10 @@
-"""A plan for functions called one after another: which regions they form, nested ones too."""
+"""A plan for functions called one after another: which regions they form, nested ones too.
+
+`plan_model` meets regions one by one. It cannot tell that a result is only the next region's argument, nor
+put a region around several calls of the user's. So here the functions are given, and the plan makes the
+calls. Inside a region that is recomputed as a whole a stage keeps nothing or what autograd keeps: what an
+inner policy saves would be saved in the first forward.
+"""
 
 from __future__ import annotations
 

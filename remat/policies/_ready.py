@@ -301,6 +301,9 @@ Example:
     [<OpOverloadPacket(op='aten._scaled_dot_product_flash_attention_for_cpu')>]
 """
 
+# All-reduces are kept too: without sequence parallelism they are what a reduce-scatter is with it, and their
+# results are no larger than what they read. Policies of other kinds of ops keep none: a policy keeps what its
+# name says.
 save_collectives = OfKind("save_collectives", ("collective",))
 """Keep the results of reduce-scatters, all-to-alls and all-reduces, so that the backward does not send them
 again. All-gathers run again, from the shard that they are made of: `save_ops` keeps those.

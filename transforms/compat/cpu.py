@@ -7,6 +7,9 @@ Three things are other than in `torch.compile`:
 - products of small matrices are written as sums, so that a block is one kernel. A call of a matrix library
   takes longer than such a product.
 
+Who compiles scans of small cells meets it. Microseconds a step of 1000 in a gradient, CPU time: an RNN takes
+8.4, with products by a library 12.6, with Inductor as it is 18.6, in the eager loop 29.2.
+
 Private names of Inductor, imported once somebody compiles with it. Tried on 2.13.0, and in part on 2.15.0
 (CPU).
 """

