@@ -38,15 +38,12 @@ for name, policy in policies.items():
     options = {"model": model, "optimizer": optimizer, "config": config, "dist_init_required": False}
     engine, *_ = deepspeed.initialize(**options)
     x = torch.randn(4, 16, 32)
-    try:
-        with OpCounter() as counter:
-            for _ in range(3):
-                loss = engine(x).square().mean()
-                engine.backward(loss)
-                engine.step()
-        found[name] = loss.item(), counter.dots
-    except remat.RematError as error:
-        found[name] = str(error)
+    with OpCounter() as counter:
+        for _ in range(3):
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+    found[name] = loss.item(), counter.dots
 print("found", json.dumps(found))
 """
 
@@ -62,15 +59,12 @@ def trained(stage: int) -> dict[str, object]:
     return json.loads(lines[0][6:])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_losses_are_those_without_remat(stage: int) -> None:
     found = trained(stage)
     loss, dots = found.pop("no remat")  # pyright: ignore[reportGeneralTypeIssues]
     assert {name: pair[0] for name, pair in found.items()} == dict.fromkeys(found, loss)  # pyright: ignore[reportIndexIssue]
-    assert found["save_matmuls"][1] == dots < found["save_nothing"][1]  # pyright: ignore[reportIndexIssue]
-
-
-def test_stage_three_is_refused() -> None:
-    """It gathers and frees weights by hooks inside of a region, in other ops in the backward."""
-    found = trained(3)
-    assert all("does not repeat its forward" in str(found[name]) for name in ("save_nothing", "save_matmuls"))
+    if stage < 3:
+        assert found["save_matmuls"][1] == dots < found["save_nothing"][1]  # pyright: ignore[reportIndexIssue]
+    else:  # what a policy keeps is not handed out once weights come by other ops than in the forward
+        assert dots < found["save_matmuls"][1] <= found["save_nothing"][1]  # pyright: ignore[reportIndexIssue]

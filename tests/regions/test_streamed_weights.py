@@ -240,3 +240,77 @@ def test_one_weight_that_is_swapped_twice_in_a_region():
         return found
 
     torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)
+
+
+class Sharded(nn.Module):
+    """Weights in two halves, put together by hooks of layers where they are not there yet.
+
+    In the backward they stay from the first fetch on, as ZeRO-3's do while a module's backward is under way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.GELU())
+        self.halves = {p: [half.clone() for half in p.detach().chunk(2)] for p in self.parameters()}
+        self.backward_under_way = False
+        for layer in self.layers:
+            layer.register_forward_pre_hook(lambda layer, _: self.fetch(layer))
+            layer.register_forward_hook(lambda layer, *_: self.drop(layer))
+        self.drop(self)
+
+    @torch.no_grad()
+    def fetch(self, layer: nn.Module) -> None:
+        for p in layer.parameters():
+            if p.numel() == 0:
+                whole = torch.empty(sum(len(half) for half in self.halves[p]), *self.halves[p][0].shape[1:])
+                torch.cat(self.halves[p], out=whole)
+                p.data = whole
+
+    def drop(self, layer: nn.Module) -> None:
+        for p in layer.parameters() if not self.backward_under_way else ():
+            p.data = torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).sin()
+
+    def step(self, call: Any, x: torch.Tensor, ahead: bool) -> list[torch.Tensor]:
+        loss = call(x).square().sum()
+        self.backward_under_way = True
+        if ahead:
+            self.fetch(self)
+        found = torch.autograd.grad(loss, [x, *self.parameters()])
+        self.backward_under_way = False
+        self.drop(self)
+        return list(found)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_that_are_there_in_the_backward_already(policy: str, ahead: bool) -> None:
+    x = rand(3, 4, dtype=torch.float32).requires_grad_()
+    plain, streamed = Sharded().layers, Sharded()
+    for layer in plain:
+        layer._forward_pre_hooks.clear()
+        layer._forward_hooks.clear()
+    for p, q in zip(plain.parameters(), streamed.parameters(), strict=True):
+        p.data = torch.cat(streamed.halves[q])
+    region = region_of(streamed.forward, policy=POLICIES[policy]())
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = torch.autograd.grad(plain(x).sin().square().sum(), [x, *plain.parameters()])
+        torch.manual_seed(seed)
+        found = streamed.step(region, x, ahead)
+        for mine, its in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, its, rtol=0, atol=0)
+
+
+def test_other_numbers_of_a_function_that_fetches_are_noticed() -> None:
+    x, model, flag = rand(3, 4, dtype=torch.float32).requires_grad_(), Sharded(), [1.0]
+    region = region_of(lambda x: model(x) * torch.full((), flag[0]))
+    loss = region(x).sum()
+    model.backward_under_way = True
+    model.fetch(model)
+    flag[0] = 2.0
+    with pytest.raises(remat.RematError, match="does not repeat its forward"):
+        loss.backward()

@@ -62,7 +62,7 @@ class Rerun:
         Where ops are not compared, one that saves more has saved other values than the forward.
         """
         frame = self.frame
-        if frame is None or frame.tape.loose:
+        if frame is None or frame.tape.loose or (self.replay is not None and self.replay.astray):
             return False
         return self.count == len(frame.tape.packed) and not frame.inner
 
@@ -160,6 +160,9 @@ class Rerun:
         if kept and (sound := but_written(kept, tape)) is not None:
             # The caller has written to a result that is kept: its op runs again.
             needs, kept = Needs(tape, range(len(tape.nodes)), sound), sound
+        if self._fetches:
+            # Should its ops be others from some point on, nothing before that may have been left out.
+            needs = Needs(tape, range(len(tape.nodes)), kept)
         replay = Replay(
             tape,
             needs,
@@ -175,6 +178,7 @@ class Rerun:
             casts=casts,
             absent=self.absent,
             freed=[memory._cdata for memory, _ in self._freed()],
+            fetches=self._fetches,
             operands=Operands(tape, given, self._was, written, same) if compared else None,
         )
         replay.local = {}
@@ -227,7 +231,8 @@ class Rerun:
         if self.frame.region.determinism_check == "none":
             return
         own = not self.frame.inner  # what regions inside hand over comes when they end
-        if own and self.replay is not None and not self.replay.has_run(self.frame.tape.packed[at][1]):
+        ops = self.replay
+        if own and ops is not None and not ops.astray and not ops.has_run(self.frame.tape.packed[at][1]):
             raise self._differs(f"value {at} that it packs for the backward comes after other ops")
         shape, _, dtype, device = self.frame.tape.meta_of(self.frame.tape.packed[at][0])
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:

@@ -84,7 +84,8 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
 
 def _prints(region: Any, recorder: Recorder, out: Any) -> list[Print] | None:
     """What a second run is compared by where its ops are not; None where it may return other numbers."""
-    compared = recorder.tape.loose and region.compares_results(bool(recorder.random))
+    loose = bool(recorder.tape.loose or recorder.replaced or recorder.freed())
+    compared = loose and region.compares_results(bool(recorder.random))
     return prints_of(flatten(out)[0]) if compared else None
 
 

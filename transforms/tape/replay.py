@@ -71,6 +71,8 @@ class Replay(Mode):
         absent: ops that may be left out.
         operands: what is known of the values of this run, None to compare no operands.
         freed: memories from outside that the function frees and fills. It fills those that are empty by then.
+        fetches: whether the function gives tensors from outside other memory. That may take other ops than
+            in the forward (weights are there, or stay). From such an op on all runs as it is (`astray`).
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class Replay(Mode):
         absent: Callable[[], Absent],
         operands: Operands | None = None,
         freed: Collection[int] = (),
+        fetches: bool = False,
     ) -> None:
         super().__init__()
+        self.fetches, self.astray = fetches, False
         self.freed = freed
         self.operands = operands
         self.absent, self._left = absent, set[int]()
@@ -113,7 +117,8 @@ class Replay(Mode):
         if types and not active.quiet and self.takes_apart(types, args):
             return NotImplemented
         facts = traits(func)
-        if active.quiet or facts.ignored or self.done or (self.casts and is_cast_of_leaf(func, args)):
+        over = self.done or self.astray
+        if active.quiet or facts.ignored or over or (self.casts and is_cast_of_leaf(func, args)):
             return func(*args, **kwargs)
         if not self.tape.meta and is_shape_arithmetic(args, kwargs):
             return func(*args, **kwargs)
@@ -122,6 +127,11 @@ class Replay(Mode):
         if self.freed and self._fills((func, args, kwargs), facts):
             return func(*args, **kwargs)
         at = self._next((func, args, kwargs))
+        if self.fetches and (
+            at >= len(self.tape.nodes) or not self._follows(self.tape.nodes[at], func, args, kwargs)
+        ):
+            self.astray = True
+            return func(*args, **kwargs)
         if at >= len(self.tape.nodes):
             if self.tape.inner:
                 return func(*args, **kwargs)  # of a region inside, of whose names gradients are wanted
@@ -145,6 +155,10 @@ class Replay(Mode):
             raise self._differs(at, f"{func} reads {unlike}")
         self.operands.made(node, out := self._do(at, node, facts, func, args, kwargs))
         return out
+
+    def _follows(self, node: Node, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an op is the one that comes next on the tape, with its constants."""
+        return node.op is func and same_constants(node.args, args) and same_constants(node.kwargs, kwargs)
 
     def _do(self, at: int, node: Node, facts: Traits, func: Any, args: Any, kwargs: Any) -> Any:
         if self.scratch:
