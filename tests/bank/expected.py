@@ -112,13 +112,6 @@ OTHERWISE = (
     ),
     Expected("third", "forces energy_and_forces", "refused invalid", "requires_grad_", "torch's own refusal"),
     Expected(
-        "grad_grad jacrev third mixed plain_over_grad",
-        "rows_chosen_by_a_generator",
-        "same failed",
-        "probability tensor|",
-        "a kept draw's operand is not made again between two levels, and torch looks at its numbers",
-    ),
-    Expected(
         "third",
         "cache_of_a_draw_before_more_draws",
         "refused invalid",

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat import RematError, checkpoint_policy, remat, scan_remat
-from tests.helpers import POLICIES, crossed, rand, same, unseen
+from remat import RematError, checkpoint_policy, remat, save_all_but_names, scan_remat
+from tests.helpers import POLICIES, crossed, nan_where_nobody_wrote, rand, same, unseen
 
 
 def test_seeding_inside():
@@ -239,3 +239,28 @@ def test_what_cudnn_drops_out_by_its_own_state_is_kept(cudnn: list[int], p: floa
         if how == "backward":
             # With dropout it is kept, without it runs again.
             assert (cudnn[0] - start, calls[0]) == (1 if p else 2, 1)
+
+
+DRAWS_FROM = {
+    "multinomial": lambda g: torch.multinomial(torch.ones(4), 4, generator=g).double(),
+    "bernoulli": lambda g: torch.bernoulli(torch.full((4,), 0.5, dtype=torch.float64), generator=g),
+    "normal": lambda g: torch.normal(torch.zeros(4, dtype=torch.float64) + 1, 0.5, generator=g),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Policy save_all_but_names")
+@pytest.mark.parametrize("kind", DRAWS_FROM)
+def test_what_a_kept_draw_reads_is_made_again(kind: str) -> None:
+    """It runs in a second run of the function, too, for the generator that this one makes."""
+
+    def draws(x: Tensor) -> Tensor:
+        g = torch.Generator().manual_seed(3)
+        return (x.sin() * DRAWS_FROM[kind](g)).exp() * torch.rand(4, generator=g, dtype=torch.float64)
+
+    def run(fn: Any) -> Tensor:
+        return grad(lambda x: grad(lambda x: fn(x).sum())(x).square().sum())(rand(4))
+
+    expected = run(draws)
+    with nan_where_nobody_wrote():
+        for _ in range(2):
+            same(run(remat(draws, policy=save_all_but_names("h"))), expected)

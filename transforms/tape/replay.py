@@ -424,11 +424,14 @@ def may_be_absent(recorder: Recorder, outs: Sequence[torch.Tensor]) -> Callable[
 def _must_run(tape: Tape) -> set[int]:
     """Ops that run although nobody reads them.
 
-    There are four kinds. Ops of regions inside, which run a forward of their own. Ops that showed data to
-    user code, which may depend on it. Ops that fill what autograd has saved before. And ops of sparse
-    results, whose sizes depend on data, so that nothing can stand for them.
+    There are five kinds. Ops of regions inside, which run a forward of their own. Ops that showed data to
+    user code, which may depend on it. Ops that fill what autograd has saved before. Ops of sparse
+    results, whose sizes depend on data, so that nothing can stand for them. And what a draw reads: a kept one
+    runs all the same where its generator is another object in this run, which is to be where it was.
     """
     inner = {i for start, stop in tape.inner for i in range(start, stop)}
+    draws = (node for node in tape.nodes if node.draws and (tape.scanned or "generator" in node.kwargs))
+    inner.update(i for node in draws for i in node.deps)
     inner.update(i for seen in tape.looked for i in tape.sources(*seen))
     return inner | {
         i
