@@ -105,6 +105,12 @@ def check_count(target: str, fn: Callable[..., Any], count: int) -> None:
     try:
         signature.bind(*range(count))
     except TypeError as error:
+        if not signature.parameters:
+            raise UsageError(
+                f"{target} takes no tensors. If it makes a module, give that a name in its file (as net = "
+                f"{target.rpartition(':')[2]}()) and name it here with --input; if it returns (fn, *args), "
+                "leave --input out."
+            ) from None
         raise UsageError(
             f"{target}{signature} with {count} inputs: {error}. Give one --input SIZES for each argument, or "
             "name a function of none that returns (fn, *args)."

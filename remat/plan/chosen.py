@@ -10,7 +10,7 @@ from remat.plan.chain import Chain, Choice, Measure, Stage, best_parts
 from remat.plan.compared import saved_by
 from remat.plan.graph import CostModel, Graph
 from remat.plan.plans import Plan
-from remat.plan.solve import Solved, complete, keep_all, margin_of
+from remat.plan.solve import INF, Solved, complete, keep_all, margin_of
 from remat.plan.step import WholeStep
 from remat.policies import Policy, save_nothing
 from remat.transforms import RematError
@@ -52,10 +52,14 @@ class Portfolio:
         """What the policies do with a kind of region, and what it does without one."""
         found: list[Choice] = []
         for name, policy in self.policies.items():
-            solution = complete(measure.problem, saved_by(policy, measure.graph, measure.problem))
+            problem = measure.problem
+            wanted = saved_by(policy, measure.graph, problem)
+            solution = complete(problem, wanted)
             # Where Python runs again as a whole, what is kept beside is of no use.
             if solution is not None and (measure.graph.joint.hooked or policy is save_nothing):
-                found.append(Ready(**vars(measure.choice(solution)), name=name))
+                holds = frozenset(v for v in solution.saved if v in wanted or problem.cost[v] == INF)
+                choice = replace(measure.choice(solution), holds=holds)
+                found.append(Ready(**vars(choice), name=name))
         return found
 
     def of(self, choices: Sequence[Choice]) -> Chosen:

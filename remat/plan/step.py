@@ -168,19 +168,17 @@ class WholeStep:
         for at, (graph, choice, hole) in enumerate(zip(self.graphs, chosen, self.outside.holes, strict=True)):
             plain = not choice.saved and not choice.cost
             saved = {graph.joint.values[v].storage for v in graph.joint.saved} if plain else set[int]()
+            if not plain:
+                # Who keeps a part keeps all of the memory that it lies in.
+                saved = graph.memory_of(choice.saved if choice.holds is None else choice.holds)
             for k, v in enumerate(hole.operands):
-                needed = (
-                    graph.joint.values[k].storage in saved
-                    if plain
-                    else not choice.saved.isdisjoint(graph.places((k,)))
-                )
-                if needed:
+                if graph.joint.values[k].storage in saved:
                     found.add((at, self.outside.values[v].storage))
-            # Python that runs again as a whole makes its results again.
-            kept = choice.saved if graph.joint.hooked else frozenset[int]()
+            if not plain and not graph.joint.hooked:
+                # Python that runs again as a whole makes its results again.
+                continue
             for inside, v in zip(_made(graph.joint), hole.made, strict=False):
-                s = graph.joint.values[inside].storage
-                if s in saved or (not plain and not kept.isdisjoint(graph.places((inside,)))):
+                if graph.joint.values[inside].storage in saved:
                     found.add((at, self.outside.values[v].storage))
         return frozenset(found)
 

@@ -426,6 +426,55 @@ class Bound(Hyper):
         return self.net(branch), functools.partial(_added, rest, gate=rest.sigmoid())
 
 
+class InRecord(Hyper):
+    """The same in an object that no tree library knows."""
+
+    def forward(self, x):
+        branch, rest = self.mix(x).tanh().chunk(2, -1)
+        gate = rest.sigmoid()
+        return self.net(branch), Intermediates(rest, keys=gate)
+
+
+class AddingRecord(Row):
+    def forward(self, x):
+        for block in self.blocks:
+            y, found = block(x)
+            x = found.weights + y * found.keys
+        return x.square().mean()
+
+
+class InPair(Hyper):
+    """A result that is a part of what the block's own backward reads: who keeps that keeps all of it."""
+
+    def forward(self, x):
+        branch, rest = self.mix(x).tanh().chunk(2, -1)
+        return self.net(branch), rest
+
+
+class AddingPart(Row):
+    def forward(self, x):
+        for block in self.blocks:
+            y, rest = block(x)
+            x = x + rest * y
+        return x.square().mean()
+
+
+class OfProduct(Hyper):
+    """Such a part of a product, which policies of products keep."""
+
+    def forward(self, x):
+        branch, rest = self.mix(x).chunk(2, -1)
+        return self.net(branch.tanh()), lambda y: y + rest
+
+
+class AddingLater(Row):
+    def forward(self, x):
+        for block in self.blocks:
+            y, add = block(x)
+            x = add(y)
+        return x.square().mean()
+
+
 class Viewing(FeedForward):
     """Views of an argument and of a parameter beside the result: they take no memory."""
 
@@ -484,6 +533,11 @@ KINDS = {
     "slices": (Slices, 0.001),
     "called": (Called, 0.001),
     "balanced": (Balanced, 0.002),
+    "functions": (lambda: Adding(Hyper), 0.001),
+    "partial functions": (lambda: Adding(Bound), 0.001),
+    "records": (lambda: AddingRecord(InRecord), 0.001),
+    "parts": (lambda: AddingPart(InPair), 0.001),
+    "parts of products": (lambda: AddingLater(OfProduct), 0.05),  # 4 above: one gradient of two results
     "states beside": (lambda: First(Titan), 0.06),  # 6 % above: the first block's argument has no gradient
 }
 
@@ -494,8 +548,6 @@ MISSED = {
         lambda: First(Remembering),
         "34 above as it is: the state's branch is gone at once",
     ),
-    "functions": (lambda: Adding(Hyper), "7 below: gradients of several results come one by one"),
-    "partial functions": (lambda: Adding(Bound), "10 below: as functions"),
     "views": (lambda: Views(Viewing), "10 above as it is: what a view is of counts twice"),
 }
 

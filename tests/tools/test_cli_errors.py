@@ -31,6 +31,10 @@ def wrong(x):
     return x @ x.new_ones(3, 5)
 
 
+def factory():
+    return torch.nn.Linear(8, 8)
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -47,6 +51,7 @@ def wrong(x):
         (["sweep", *TINY, "--device", "cuda"], "no CUDA device. Write --device cpu."),
         (["explain", f"{ME}:block", "--input", "4x8"], "Give one --input SIZES for each argument"),
         (["plan", f"{ME}:block", *TWO, "--input", "3"], "too many positional arguments. Give one --input"),
+        (["plan", f"{ME}:factory", "--input", "4x8"], "If it makes a module, give that a name in its file"),
         (["plan", f"{ME}:block"], "give each as --input 4x128x256"),
         (["plan", f"{ME}:block", *TWO, "--device", "tpu9"], "No speeds for device 'tpu9': write one of a100"),
         (["plan", f"{ME}:block", *TWO, "--budget", "lots"], "'lots' is not a budget. Write budget=0.4"),

@@ -91,8 +91,10 @@ class Regions:
         if self.present:
             return False
         for met, hole in zip(self.found, holes, strict=False):
-            some = hole.backward >= 0 and not set(met.graded).issubset(hole.present)
-            self.present.append(hole.present if some else None)
+            # A record of its own begins with the results in trees: not with those in objects and functions.
+            begun = sum(value.origin == "tangent" for value in met.graph.joint.values)
+            others = begun != len(hole.present) or not set(met.graded).issubset(hole.present)
+            self.present.append(hole.present if others and hole.backward >= 0 else None)
         return any(present is not None for present in self.present)
 
     def note(self, fn: Callable[..., Any], graph: Graph, graded: tuple[int, ...] = ()) -> None:

@@ -186,6 +186,12 @@ class Graph:
         """The problem's values that hold these values of the joint graph."""
         return tuple(sorted({place for v in numbers if (place := self._place(v)) is not None}))
 
+    def memory_of(self, places: Iterable[int]) -> set[int]:
+        """The storages that these values of the problem lie in."""
+        count = len(self.ops)
+        numbers = (self.ops[p].outputs if p < count else (self.inputs[p - count],) for p in places)
+        return {self.joint.values[v].storage for some in numbers for v in some}
+
     def _price(self, model: CostModel, op: Op, keep_heavy: bool) -> float:
         facts = traits(op.target)
         if facts.outside and not facts.functional:
