@@ -14,7 +14,15 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from remat import checkpoint_policy, remat, save_everything, save_matmuls, save_nothing, save_ops
+from remat import (
+    checkpoint_policy,
+    remat,
+    save_everything,
+    save_matmuls,
+    save_nothing,
+    save_ops,
+    scan_remat,
+)
 from tests.helpers import allocations, rand
 
 POLICIES: dict[str, Any] = {
@@ -63,13 +71,35 @@ def by_hand(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return Cubed.apply((x @ w).tanh()) @ v  # pyright: ignore[reportReturnType]
 
 
+class ByFunc(torch.autograd.Function):
+    """Its backward is a transform of torch.func, as a scan's is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin() * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        return torch.func.vjp(lambda x: x.sin() * x, x)[1](g)[0]
+
+
+def by_func(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return ByFunc.apply((x @ w).tanh()) @ v  # pyright: ignore[reportReturnType]
+
+
+def by_a_scan(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return scan_remat(lambda h, _: ((h @ w).tanh() @ v, None), x.exp(), None, length=3)[0]
+
+
 def written(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     h = (x @ w) + 1
     h.mul_(2).tanh_()
     return h.square() @ v
 
 
-BLOCKS = [mlp, batched, drawn, in_stages, by_hand, written]
+BLOCKS = [mlp, batched, drawn, in_stages, by_hand, by_func, by_a_scan, written]
 
 
 def leaves(rows: int = 4, width: int = 6, inner: int = 8) -> list[Tensor]:

@@ -25,7 +25,7 @@ from remat.transforms.compat import (
     top_hooks,
 )
 from remat.transforms.context import active, quiet
-from remat.transforms.eager.saved import belongs_to_region
+from remat.transforms.eager.saved import Yielding, belongs_to_region
 from remat.transforms.ops import geometry, lying_as, metadata, storage
 from remat.transforms.sharded import PLAIN
 from remat.transforms.tape import Held
@@ -47,7 +47,7 @@ class AskedAgain:
         return quiet(value.as_strided, *self.layout, value.storage_offset())
 
 
-class RecordedNode:
+class RecordedNode(Yielding):
     """The saved-tensor hooks of one node of a recorded backward, above those that are in force there.
 
     Autograd holds on to them with what they pack: so they hold no memory of what the node has asked for.

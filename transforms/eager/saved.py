@@ -35,8 +35,14 @@ class Handle:
         self.value: Held | None = None  # the value itself, where it is held as it is
 
 
-class Packer:
-    """Base of what stands behind saved-tensor hooks."""
+class Yielding:
+    """Base of what stands behind saved-tensor hooks that are off within transforms of torch.func."""
+
+    __slots__ = ()
+
+
+class Packer(Yielding):
+    """Base of what stands behind the hooks of a region."""
 
     __slots__ = ("inner", "inputs")
 
@@ -428,8 +434,9 @@ def _uses_func(pair: Hooks) -> None:
 
     Autograd holds what it saves there. Later calls of the region take the primitive, which knows levels.
     """
-    frame: Any = pair[0].__self__  # type: ignore[attr-defined]
-    frame.inputs.region.cache.saw_func()
+    if belongs_to_region(pair[0]):
+        frame: Any = pair[0].__self__  # type: ignore[attr-defined]
+        frame.inputs.region.cache.saw_func()
 
 
 def hook(pair: Hooks) -> None:
@@ -437,4 +444,4 @@ def hook(pair: Hooks) -> None:
     push_hooks(*pair)
     if not _standing[0]:
         _standing[0] = True
-        at_transforms(lambda pair: belongs_to_region(pair[0]), _uses_func)
+        at_transforms(lambda pair: isinstance(getattr(pair[0], "__self__", None), Yielding), _uses_func)
