@@ -87,7 +87,7 @@ def sharded(rank: int, path: str, ranks: int) -> None:
     # The middle one of three. On a busy machine gloo's thread lets go of a layer's parameters late: the
     # profiler takes them for kept, or, if they are of an earlier profile, counts them as freed in this one.
     (size, got), (plain, expected) = (
-        sorted((run(plan) for _ in range(3)), key=lambda found: found[0])[1]
+        sorted((run(plan) for _ in range(5)), key=lambda found: found[0])[2]
         for plan in (f"{path}/plan.json", None)
     )
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
