@@ -90,9 +90,6 @@ def simulated(
     read = {joint.values[v].storage for v in joint.saved}
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
     forever = ended | kept if stays else ended
-    if not compiled and replayed:
-        # They are made again, and nobody asks for them.
-        forever = forever | {joint.values[v].storage for v in joint.dropped}
     if not compiled and not joint.hooked and replayed:
         # Python runs as a whole, with its graph, and holds what it returns and what the backward begins with.
         forward = live_bytes(joint, graph.ops, start=set(), forever=results | read)

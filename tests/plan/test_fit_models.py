@@ -323,6 +323,24 @@ class Stabilized(FeedForward):
         return x + self.net[3](wide / wide.sum(-1, keepdim=True))
 
 
+class Measured(FeedForward):
+    """A number of what the block makes, which nobody differentiates: all that leads to it is gone at once."""
+
+    def forward(self, x):
+        wide = self.net[1](self.net[0](x))
+        size = (wide.tanh() * wide.sigmoid()).mean().detach()
+        return x + self.net[3](wide.relu() / (1 + size))
+
+
+class Late(FeedForward):
+    """What such a node has saved is read by others later."""
+
+    def forward(self, x):
+        wide = self.net[1](self.net[0](x)).tanh()
+        most = wide.exp().amax(-1, keepdim=True).detach()
+        return x + self.net[3](wide * wide.sigmoid() / most)
+
+
 class OldConstant(FeedForward):
     """A constant by an old constructor, as in pytorch-tabnet."""
 
@@ -527,7 +545,9 @@ KINDS = {
     "stored": (lambda: Row(Storing), 0.001),
     "told": (lambda: Told(Telling), 0.001),
     "squashed": (lambda: Row(Squashing, 4), 0.001),
-    "stable": (lambda: Row(Stabilized), 0.05),  # planned 4 % above: what nobody reads goes before the end
+    "stable": (lambda: Row(Stabilized), 0.003),
+    "numbers of a block": (lambda: Row(Measured), 0.003),
+    "read later": (lambda: Row(Late), 0.003),
     "memories": (lambda: Row(Memory), 0.001),
     "old constants": (lambda: Row(OldConstant), 0.03),
     "slices": (Slices, 0.001),
