@@ -18,7 +18,7 @@ from tests.ways import AROUND, AROUND_FORWARD, Verdict, fetched
 
 OUT = Path("out/fuzz")
 # Of the quick suite and of the slow one, in tests of so many programs.
-QUICK, SLOW, TOGETHER = (240, 80), (1000, 300), 20
+QUICK, SLOW, TOGETHER = (80, 40), (1000, 300), 20
 
 
 def ranges(counts: tuple[int, int], first: int) -> list[tuple[str, int, int]]:

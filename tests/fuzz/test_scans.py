@@ -20,6 +20,7 @@ def test_scans_are_as_the_loop(first: int) -> None:
     same(range(first, first + TOGETHER), EAGER)
 
 
+@pytest.mark.slow
 def test_compiled_scans_are_as_the_loop() -> None:
     same(range(100_000, 100_010), COMPILED)
 
