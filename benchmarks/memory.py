@@ -10,7 +10,8 @@ torch's checkpoint takes 43.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,13 +56,11 @@ class Memory:
     def run(self) -> list[Record]:
         """Peak bytes of every mode and row, gradients checked against no remat first."""
         params, x = inputs(self.depth, self.width, self.batch)
-        peaks = [
-            record for mode, step in MODES.items() for record in compare(mode, step, self.rows(), params, x)
-        ]
-        right = pyramid(self.rows()[0], unmarked)
-        pyramids = [kept_by_a_pyramid(row, right) for row in self.rows()]
-        solution = pinn(self.rows()[0], params, x, unmarked)
-        return peaks + [peak_of_a_pinn(row, params, x, solution) for row in self.rows()] + pyramids
+        rows = self.rows()
+        found = [record for mode, step in MODES.items() for record in compare(mode, step, rows, params, x)]
+        found += peaks("PINN", rows, [functools.partial(pinn, row, params, x) for row in rows])
+        right = pyramid(rows[0], unmarked)
+        return found + [kept_by_a_pyramid(row, right) for row in rows]
 
     def rows(self) -> list[Row]:
         return rows(self.policies)
@@ -147,20 +146,25 @@ MODES: dict[str, Step] = {
 
 def compare(mode: str, step: Step, rows: list[Row], params: Params, x: Tensor) -> list[Record]:
     """Peak bytes of each row in one mode; the first row is the one whose gradients are right."""
-    expected = step(network(rows[0]), params, x, unmarked)
-    return [peak(mode, step, row, params, x, expected) for row in rows]
+    runs = [functools.partial(step, network(row), params, x) for row in rows]
+    return peaks(mode, rows, runs)
 
 
-def peak(mode: str, step: Step, row: Row, params: Params, x: Tensor, expected: Any) -> Record:
+def peaks(mode: str, rows: list[Row], runs: Sequence[Callable[[Mark], Any]]) -> list[Record]:
+    """Peak bytes of a run of each row, whose gradients are compared with the first one's."""
+    expected = runs[0](unmarked)
+    return [peak(mode, row, run, expected) for row, run in zip(rows, runs, strict=True)]
+
+
+def peak(mode: str, row: Row, run: Callable[[Mark], Any], expected: Any) -> Record:
     record = Record("memory", mode, row.name, "peak", "MiB")
-    loss = network(row)
     try:
         # Also the warm-up: what is set up once is not the second step's.
-        apart = difference(step(loss, params, x, unmarked), expected)
-        used = trace_memory(lambda mark: step(loss, params, x, mark)).peak / MIB
+        apart = difference(run(unmarked), expected)
+        used = trace_memory(run).peak / MIB
     except RuntimeError as error:
         return replace(record, error=str(error).splitlines()[0])
-    if not apart <= tolerance(torch.finfo(x.dtype).eps):
+    if not apart <= tolerance(torch.finfo(pytree.tree_leaves(expected)[0].dtype).eps):
         return replace(record, error=f"wrong gradient, off by {apart:.1e}")
     return replace(record, value=used)
 
@@ -182,13 +186,6 @@ def pinn(row: Row, params: Params, x: Tensor, mark: Mark) -> Any:
     del h, first, second
     mark()
     return torch.autograd.grad(value, pytree.tree_leaves(weights))
-
-
-def peak_of_a_pinn(row: Row, params: Params, x: Tensor, expected: Any) -> Record:
-    record = Record("memory", "PINN", row.name, "peak", "MiB")
-    if not difference(pinn(row, params, x, unmarked), expected) <= tolerance(torch.finfo(x.dtype).eps):
-        return replace(record, error="wrong gradient")
-    return replace(record, value=trace_memory(lambda mark: pinn(row, params, x, mark)).peak / MIB)
 
 
 def stage(bias: Tensor, x: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ def inside() -> AbstractContextManager[None]:
 
     Where the function around runs again, that region runs a forward of its own, with all of its ops.
     """
-    mode = active.stack[-1] if active.stack else None
+    mode = enclosing()
     return _NOTHING if mode is None or not mode.reruns else _inside(mode)
 
 

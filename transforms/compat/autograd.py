@@ -477,16 +477,18 @@ def _add_parts(
     return at, tuple(around)
 
 
+_SNAPSHOT = torch._C.DispatchKey.PythonTLSSnapshot  # (see `_snapshot_taken`)
+
+
 @contextlib.contextmanager
 def up_to_level(number: int) -> Iterator[None]:
     """Leave the levels inside of this one for a while, also from within an op of one of them."""
     aside, key = [], torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-    snapshot = torch._C.DispatchKey.PythonTLSSnapshot  # (as in `_snapshot_taken`)
     try:
         while depth() > number:
             aside.append(pop_dynamic_layer_stack())
         included = torch._C._dispatch_tls_local_include_set() | torch._C.DispatchKeySet(key)
-        excluded = torch._C._dispatch_tls_local_exclude_set().remove(key).remove(snapshot)
+        excluded = torch._C._dispatch_tls_local_exclude_set().remove(key).remove(_SNAPSHOT)
         with torch._C._ForceDispatchKeyGuard(included, excluded):
             yield
     finally:
@@ -562,9 +564,6 @@ def autograd_again() -> contextlib.AbstractContextManager[Any]:
         if name.startswith("Autograd") or name == "ADInplaceOrView":
             excluded = excluded.remove(key)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
-
-
-_SNAPSHOT = torch._C.DispatchKey.PythonTLSSnapshot
 
 
 def _snapshot_taken() -> contextlib.AbstractContextManager[Any]:

@@ -301,16 +301,13 @@ class LevelFrame(Frame):
         task = graph_task()
         if type(at) is list:
             values = [self._value(one) for one in at]
-        elif type(at) is int and self.recorder is None and (there := self.direct.get(at)) in self.held:
-            if (input := self.held[there]).unpack is None:
-                values = [input.get(self.inputs, there)]
-            else:
-                values = [self._value(at)]
-        elif self.recorder is None and in_transform():
+        elif self.recorder is not None or not in_transform():
+            values = [self._value(at)]
+        elif type(at) is int and (there := self.direct.get(at)) in self.held and not self.held[there].unpack:
+            values = [self.held[there].get(self.inputs, there)]  # it is there: no op runs
+        else:
             with below_levels():
                 values = [super().unpack(at)]
-        else:
-            values = [self._value(at)]
         dead = is_dead(self.probe)
         if not (dead or self.whole) and torch.is_grad_enabled() and task != -1:
             if task != self.pass_of_func and in_pass_of_func():

@@ -9,13 +9,13 @@ stay.
 
 from __future__ import annotations
 
-import math
 import weakref
 from typing import Any
 
 import torch
 
 from remat.transforms.compat import (
+    bits,
     graph_task,
     hooks_disabled,
     in_transform,
@@ -26,7 +26,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import active, quiet
 from remat.transforms.eager.saved import Yielding, belongs_to_region
-from remat.transforms.ops import geometry, lying_as, metadata, storage
+from remat.transforms.ops import lying_as, metadata, storage
 from remat.transforms.sharded import PLAIN
 from remat.transforms.tape import Held
 
@@ -61,30 +61,30 @@ class RecordedNode(Yielding):
         self.read: dict[int, tuple[Any, ...]] = {}
 
     def asks(self, frame: Any, handle: Any, value: torch.Tensor) -> None:
-        if type(value) in PLAIN and is_strided(value) and not value.is_nested:
-            lies = (*geometry(value), value._version, _dense(value))
-            self.read[storage(value)] = storage_held(value), weakref.ref(frame), handle, lies, metadata(value)
+        """The node has asked `frame` for a value, which is made again for whoever asks for it later."""
+        if _in_one_block(value):
+            found = storage_held(value), weakref.ref(frame), handle, _numbers(value), metadata(value)
+            self.read[storage(value)] = (*found, _dense(value))
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        found = self.read.get(storage(tensor)) if type(tensor) in PLAIN else None
-        if found is not None and is_strided(tensor) and not tensor.is_nested:
-            _, ref, handle, lies, meta = found
-            frame, mine = ref(), (*geometry(tensor), tensor._version, _dense(tensor))
-            layout = None if mine == lies else (tensor.shape, tensor.stride())
-            if frame is not None and (layout is None or _same_numbers(mine, lies)):
+        found = self.read.get(storage(tensor)) if _in_one_block(tensor) else None
+        if found is not None:
+            _, ref, handle, numbers, meta, dense = found
+            same = (tensor.shape, tensor.stride()) == meta[:2]
+            alike = _numbers(tensor) == numbers and (same or (dense and _dense(tensor)))
+            if alike and (frame := ref()) is not None:
                 frame.recorded = frame.task if frame.recorded is None else frame.recorded
-                return AskedAgain(frame, handle, meta, layout)
+                return AskedAgain(frame, handle, meta, None if same else (tensor.shape, tensor.stride()))
         return Held(tensor, self.region, self.around)
 
 
-_SHAPE, _STRIDES = 2, 3  # in `geometry`
+def _in_one_block(tensor: torch.Tensor) -> bool:
+    return type(tensor) in PLAIN and is_strided(tensor) and not tensor.is_nested
 
 
-def _same_numbers(mine: tuple[Any, ...], its: tuple[Any, ...]) -> bool:
-    """Whether one tensor has the numbers of another in the same memory and no others, perhaps transposed."""
-    rest = slice(_STRIDES + 1, None)
-    same = mine[:_SHAPE] + mine[rest] == its[:_SHAPE] + its[rest]
-    return same and mine[-1] and math.prod(mine[_SHAPE]) == math.prod(its[_SHAPE])
+def _numbers(tensor: torch.Tensor) -> Any:
+    """What two looks at one memory have in common if they have the same numbers, in any order."""
+    return tensor.dtype, bits(tensor), tensor.storage_offset(), tensor.numel(), tensor._version
 
 
 def _dense(tensor: torch.Tensor) -> bool:
@@ -98,6 +98,7 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 
 def unpacked(packed: Any) -> torch.Tensor:
+    """What `RecordedNode.pack` stands for."""
     return packed.get()
 
 

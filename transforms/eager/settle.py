@@ -66,7 +66,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         frame.take(recorder, held.union(needs.outside, range(tape.arguments), written))
         frame.residuals = None
         frame.inputs.note_surroundings(bound=not tape.sharded)
-        frame.rerun = Rerun(needs, may_be_absent(recorder, ()), _prints(frame.region, recorder, out))
+        frame.rerun = Rerun(needs, may_be_absent(recorder, ()), _prints(frame, recorder, out))
     else:
         frame.program = program = Program(tape, needs, wanted)
         frame.kept = {at: recorder.kept[at] for at in program.kept}
@@ -82,10 +82,10 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         report_frame(frame, recorder)
 
 
-def _prints(region: Any, recorder: Recorder, out: Any) -> list[Print] | None:
+def _prints(frame: Any, recorder: Recorder, out: Any) -> list[Print] | None:
     """What a second run is compared by where its ops are not; None where it may return other numbers."""
-    loose = bool(recorder.tape.loose or recorder.replaced or recorder.freed())
-    compared = loose and region.compares_results(bool(recorder.random))
+    unlike = bool(frame.tape.loose or frame.replaced or frame.freed)
+    compared = unlike and frame.region.compares_results(bool(recorder.random))
     return prints_of(flatten(out)[0]) if compared else None
 
 

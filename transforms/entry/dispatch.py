@@ -114,9 +114,12 @@ def outermost() -> bool:
     return users_own(top_hooks()) or (enclosing() is None and not enclosed())
 
 
-def under_hooks() -> bool:
-    """Whether saved-tensor hooks of the user's are around, which may count what is packed."""
-    hooks = users(top_hooks())
+def under_hooks(innermost: Any = None) -> bool:
+    """Whether saved-tensor hooks of the user's are around, which may count what is packed.
+
+    `innermost`: the hooks in force, where the caller has asked for them.
+    """
+    hooks = users(innermost or top_hooks())
     return hooks is not None and not is_of_a_look(hooks[1])
 
 
@@ -219,8 +222,7 @@ def _run_frame(
     inputs = Inputs(region, args, kwargs)
     # Offsets add ops to those that earlier calls ran; who listens is told by recording.
     key = None if region.key is None or inputs.taps or active.listeners else inputs.signature()
-    hooks = None if inputs.hooks is None else users(inputs.hooks)
-    hooked = hooks is not None and not is_of_a_look(hooks[1])
+    hooked = inputs.hooks is not None and under_hooks(inputs.hooks)
     if key is not None and enclosing() is not None:
         apart = hooked and users_own(inputs.hooks)
         if on_scratch() or (selective_around() and not apart):

@@ -205,9 +205,8 @@ class Replay(Mode):
 
     def _is(self, node: Node, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an op that may be left out is the one that runs."""
-        same = node.op is func and same_constants(node.args, args) and same_constants(node.kwargs, kwargs)
         return (
-            same
+            self._follows(node, func, args, kwargs)
             and self._absent is not None
             and self._absent.stands_in(node, args, kwargs, self._left, shapes=True)
         )
