@@ -40,7 +40,7 @@ class Policy:
         counts: whether a verdict depends on how many values were judged before. Each forward counts anew.
         asks_again: whether verdicts change from call to call, so that every forward asks.
         shares_constants: whether what depends on nothing that a region is given, such as a rotary table, may
-            be computed once for several regions.
+            be computed once for several regions of a graph.
 
     Example:
         >>> from dataclasses import dataclass

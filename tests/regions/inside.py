@@ -10,12 +10,11 @@ from remat.transforms.compat import (  # torch's bindings that call ops, of whic
 from remat.transforms.eager import Frame  # a call in plain autograd: recorded, or followed
 from remat.transforms.ops import tensors_in  # the tensors in an op's operands or results
 from remat.transforms.tape import (
-    constants,  # what is made once a pass is gone after it
     program,  # steps that run again are listed once
     shapes,  # the table of what is saved for its shape alone
 )
 
 __all__ = [
-    "Frame", "Work", "constants", "direct_call", "dual_level_known_if_any", "modes", "numpy_random",
+    "Frame", "Work", "direct_call", "dual_level_known_if_any", "modes", "numpy_random",
     "program", "python_random", "shapes", "tensors_in",
 ]  # fmt: skip

@@ -454,7 +454,7 @@ class Frame(Packer):
             # what was kept, and are the user's: torch's checkpoint runs its function there.
             past = functions_as_they_are if self.inputs.hooks is None else past_function_modes
             with all_of(contexts) if contexts else _NOTHING, below_autograd(), past():
-                return program.run(there, take, random, self.region.digest, self.region.shares)
+                return program.run(there, take, random, self.region.digest)
         finally:
             end()
             set_grad_enabled(graded)

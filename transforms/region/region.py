@@ -45,7 +45,7 @@ class Region:
             nothing of the next.
         decisions: whether decisions are kept, whatever the selector says.
         digest: a number for an op's results that any other bit changes, None where they are not compared so.
-        shares: whether what depends on nothing that the region is given may be computed once for several.
+        shares: whether what depends on nothing that the region is given may be computed once in a graph.
     """
 
     function: Callable[..., Any]

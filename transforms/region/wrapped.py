@@ -157,8 +157,7 @@ def _run_again(frame: Any) -> frozenset[int] | None:
         return None
     if frame.residuals is not None:
         return frozenset()
-    steps = (*program.steps, *(program.constants.steps if program.constants else ()))
-    return frozenset([step.at for step in steps if step.call is not None])
+    return frozenset([step.at for step in program.steps if step.call is not None])
 
 
 def _node_of(results: Any) -> Any:

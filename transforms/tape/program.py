@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -22,7 +22,6 @@ from remat.transforms.context import active, quiet
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import tensors_in, traits
 from remat.transforms.placeholders import Meta
-from remat.transforms.tape.constants import constants_of
 from remat.transforms.tape.snapshots import handed_out
 from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Ref, Tape, refs_in
 
@@ -75,14 +74,12 @@ class Program:
         direct: saved values that are tensors from outside: the positions of those.
         kept: the ops whose kept results it takes, in order.
         draws: whether it draws random numbers.
-        constants: what depends on nothing from outside; the other steps find it there. None for nothing.
     """
 
     __slots__ = (
         "_anew",
         "_unkept",
         "_wanted",
-        "constants",
         "copied",
         "direct",
         "draws",
@@ -97,10 +94,6 @@ class Program:
     def __init__(self, tape: Tape, needs: Needs, wanted: Sequence[int]) -> None:
         self.tape, self.copied = tape, needs.copied
         self.steps = [_step(tape, needs, at) for at, action in enumerate(needs.actions) if action != SKIP]
-        numbers = [tape.packed[place][0] for place in wanted]
-        self.constants = constants_of(tape, self.steps, numbers)
-        if self.constants is not None:
-            self.steps = [step for step in self.steps if step.at not in self.constants.ops]
         self.writes = {root for step in self.steps if step.call for root in tape.nodes[step.at].written}
         self.kept = dict.fromkeys([step.at for step in self.steps if step.call is None])
         self.draws = any(step.draws for step in self.steps)
@@ -172,7 +165,6 @@ class Program:
         take: Callable[[int], Any],
         random: Mapping[int, Any],
         digest: Callable[[Any], Any] | None = None,
-        shares: bool = True,
     ) -> dict[int, torch.Tensor]:
         """The wanted values, by their positions in `tape.packed`. Runs below autograd, and turns grad mode.
 
@@ -181,38 +173,11 @@ class Program:
             take: gives what was kept of an op.
             random: the generator's state before each op that draws; an op without one draws anew.
             digest: checks the results bitwise.
-            shares: whether other programs of this backward pass get its constants.
         """
         values: Values = {-1 - at: tensor for at, tensor in outside.items()}
-        roots: Collection[int] = ()
-        if (constants := self.constants) is not None:
-            roots = constants.roots
-
-            def make() -> list[torch.Tensor]:
-                fixed: Values = {}
-                self._play(constants.steps, fixed, {}, take, random, digest)
-                return [fixed[n] for n in constants.numbers]
-
-            found = constants.values(make) if shares and digest is None else make()
-            values.update({n: found[i] for n, i in constants.stands.items()})
-        # Nobody else gets what is shared.
-        own = {n: values[n].clone() for _, n in self.first if n >= 0 and self.tape.root_of(n) in roots}
-        made = {place: own.get(n, values[n]) for place, n in self.first}
-        self._play(self.steps, values, made, take, random, digest)
-        return made
-
-    def _play(
-        self,
-        steps: Sequence[Step],
-        values: Values,
-        made: dict[int, torch.Tensor],
-        take: Callable[[int], Any],
-        random: Mapping[int, Any],
-        digest: Callable[[Any], Any] | None,
-    ) -> None:
-        """Run steps on `values`, and add the wanted ones to `made`."""
+        made = {place: values[n] for place, n in self.first}
         nodes, watched, graded = self.tape.nodes, bool(active.listeners), None
-        for step in steps:
+        for step in self.steps:
             if watched:
                 active.place = nodes[step.at].place
             if step.before:
@@ -253,6 +218,7 @@ class Program:
             for number in step.gone:
                 del values[number]
         active.place = None
+        return made
 
     def _failed(self, step: Step, error: Exception) -> Exception:
         """What is said of an op that ran in the forward and fails now."""
