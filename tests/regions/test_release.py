@@ -108,8 +108,25 @@ def test_values_that_cannot_be_had_again_are_an_error() -> None:
     torch.autograd.grad(out.sum(), x)
     with torch.no_grad():
         bias.add_(1)
-    with pytest.raises(RematError, match="retain_graph=True"):
+    with pytest.raises(RematError, match="`bias`.* written in place"):
         torch.autograd.grad(out.sum(), y)
+
+
+@pytest.mark.parametrize("calls", [1, 3], ids=["traced", "followed"])
+def test_what_cannot_be_made_again_stays_for_passes_through_other_nodes(calls: int) -> None:
+    """Autograd holds no sum of biases, and neither does the region."""
+
+    def fn(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
+        return torch.addmm(bias, x, x).cos().sin() + torch.addmm(bias, y, y).cos().sin()
+
+    found = []
+    for wrapped in (fn, remat(fn, policy=save_matmuls)):
+        for _ in range(calls):
+            x, y, bias = [rand(3, 3, seed=i).requires_grad_() for i in range(3)]
+            out = wrapped(x, y, bias + 1)
+            found.append([*torch.autograd.grad(out.sum(), x), *torch.autograd.grad(out.sum(), y)])
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0], rtol=0, atol=0)
 
 
 def test_what_a_pass_left_of_a_retained_graph_goes_with_the_graph() -> None:

@@ -48,12 +48,10 @@ from remat.transforms.eager.recorded import hold_again
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.residuals import Residuals
 from remat.transforms.eager.saved import (
-    DroppedInput,
     Handle,
     Packer,
     SavedInput,
     check_shapes,
-    dropped_inputs,
     hook,
     let_go,
     noted,
@@ -104,6 +102,7 @@ class Frame(Packer):
         direct: saved values that are simply there: the positions of those tensors from outside.
         kept: what is kept, by op.
         held: the tensors from outside that the backward needs, by their positions on the tape.
+        spare: those that it would need besides if nothing was kept, and that are leaves.
         program: what runs again; None where the function does (`rerun`).
         raw: memories from outside that the function writes to past torch, as they were before.
         replaced: tensors from outside that it gives other memory.
@@ -135,7 +134,7 @@ class Frame(Packer):
         self.direct: dict[int, int] = {}
         self.kept, self.random = {}, {}
         self.held: dict[int, SavedInput] = {}
-        self.dropped: dict[int, DroppedInput] = {}
+        self.spare: dict[int, SavedInput] = {}
         self.handles: list[weakref.ref[Handle] | None] = []  # None where nobody asked for one
         self.values, self.versions = {}, {}
         self.taken: tuple[int, ...] = ()
@@ -341,13 +340,17 @@ class Frame(Packer):
             holders.add(weakref.ref(self, holders.discard))
         self.random = recorder.random if self.kept or self.program is None or self.program.draws else {}
         if self.kept and self.program is not None:
-            # After what is kept was let go of, all may be asked for once more, and drawn again.
-            self.dropped = dropped_inputs(self, recorder)
+            # After what is kept was let go of, all may be asked for once more. Autograd itself holds leaves.
+            others = {at: recorder.outside[at] for at in self.program.unkept.outside if at not in self.held}
+            around = {at: recorder.around(tensor) for at, tensor in others.items()}
+            leaves = {at: t for at, t in around.items() if t.is_leaf and t.requires_grad}
+            self.spare = {at: SavedInput(others[at], None, around=t) for at, t in leaves.items()}
 
     def memories(self) -> Iterator[int]:
         """The storages of what it holds from outside, where versions tell of writes."""
-        yield from [storage(held.packed) for held in self.held.values() if held.version >= 0]
-        yield from [storage(t) for d in self.dropped.values() if (t := d.tensor()) is not None]
+        for held in (*self.held.values(), *self.spare.values()):
+            if held.version >= 0:
+                yield storage(held.packed)
 
     def hold_residuals(self, residuals: Residuals) -> None:
         """Hold all that autograd saves as it is."""
@@ -419,7 +422,7 @@ class Frame(Packer):
         if part is not None and at in part:
             program = self._program_for(sorted(part))
         elif self.spent:
-            program = self._program_anew()
+            program, self.held = program.unkept, {**self.spare, **self.held}
         spend = bool(self.kept) and program is self.program and self._spends()
         take: Any = self.kept.__getitem__
         if spend:
@@ -476,21 +479,6 @@ class Frame(Packer):
         wanted = [i for i in wanted if i not in self.direct]
         return Program(self.tape, Needs(self.tape, self.tape.sources_of(wanted), self.kept), wanted)
 
-    def _program_anew(self) -> Program:
-        """What makes all values where nothing is kept any more."""
-        for at, dropped in list(self.dropped.items()):
-            if (tensor := dropped.tensor()) is not None:
-                self.held[at] = SavedInput(tensor, None)
-                del self.dropped[at]
-        assert self.program is not None
-        program = self.program.unkept
-        if any(at not in self.held for at in program.outside):
-            raise RematError(
-                f"region {self.region.name!r}: a backward asks again for values that an earlier one let go "
-                "of, and an argument is gone or was written to. Say retain_graph=True in the earlier one."
-            )
-        return program
-
     def _spends(self) -> bool:
         """Whether kept values go as they are read, like autograd's own saved values.
 
@@ -499,9 +487,10 @@ class Frame(Packer):
         (Held until the region's last node is through, they cost a network that is one region under
         `save_matmuls` 3.8 % of its peak.)
         """
+        assert self.program is not None
         if graph_kept() or self.reach is not None:
             return False
-        return self.spent or not any(d.tensor() is None for d in self.dropped.values())
+        return all([at in self.held or at in self.spare for at in self.program.unkept.outside])
 
     def forget(self, task: int = -1) -> None:
         """Let go of recomputed values, and of what hooks gave, but for the backward pass `task`."""

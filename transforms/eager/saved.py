@@ -155,43 +155,6 @@ def check_shapes(tape: Tape, shapes: dict[int, torch.Size], values: dict[int, to
             raise RematError(not_repeated(tape.region, what))
 
 
-class DroppedInput:
-    """Stands for a tensor from outside that the backward does not read; it may be there after all."""
-
-    __slots__ = ("around", "ref", "spare", "version", "written")
-
-    def __init__(self, tensor: torch.Tensor, argument: bool, around: torch.Tensor, written: bool) -> None:
-        """`around`: the wrapper whose local tensor it is, or itself. `written`: the region itself writes to
-        it, and nobody holds what was in it before."""
-        self.written = written
-        leaf = around.is_leaf and around.requires_grad
-        self.around = None if around is tensor else weakref.ref(around)
-        self.spare = tensor.detach() if leaf else None
-        # Of an argument nobody knows who else holds it, and for how long.
-        self.ref = None if leaf or argument else weakref.ref(tensor)
-        self.version = version_of(around)
-
-    def tensor(self) -> torch.Tensor | None:
-        """The tensor, if it is there and as it was."""
-        if self.written:
-            return None
-        tensor = self.spare if self.ref is None else self.ref()
-        around = tensor if self.around is None else self.around()
-        same = tensor is not None and around is not None and version_of(around) == self.version
-        return tensor if same else None
-
-
-def dropped_inputs(frame: Any, recorder: Any) -> dict[int, DroppedInput]:
-    """The tensors from outside that a frame would need if it kept nothing, and does not hold: by position."""
-    around = recorder.around if recorder.local else lambda tensor: tensor
-    known, arguments = frame.tape.outside, frame.tape.arguments
-    return {
-        at: DroppedInput(tensor, at < arguments, around(tensor), known[at].root in recorder.snapshots)
-        for at, tensor in enumerate(recorder.outside)
-        if at in frame.program.anew and at not in frame.held
-    }
-
-
 def belongs_to_region(hook: Any) -> bool:
     """Whether a saved-tensor hook is that of a region."""
     return isinstance(getattr(hook, "__self__", None), Packer)

@@ -112,7 +112,7 @@ def drop(frame: Any) -> None:
     """Hold nothing, as the forward was broken off: what is not settled leads back to the frame through the
     graph, and nothing would free it."""
     frame.recorder = frame.residuals = frame.program = frame.rerun = frame.store = None
-    frame.kept, frame.held, frame.dropped, frame.random, frame.snapshots = {}, {}, {}, {}, {}
+    frame.kept, frame.held, frame.spare, frame.random, frame.snapshots = {}, {}, {}, {}, {}
     frame.direct, frame.raw, frame.replaced, frame.freed = {}, [], (), {}
 
 

@@ -77,7 +77,6 @@ class Program:
     """
 
     __slots__ = (
-        "_anew",
         "_unkept",
         "_wanted",
         "copied",
@@ -99,29 +98,18 @@ class Program:
         self.draws = any(step.draws for step in self.steps)
         self.direct, self._wanted = tape.direct(), wanted
         self.first: list[tuple[int, int]] = []  # wanted values that are there before any step
-        self._anew: frozenset[int] | None = None
         self._unkept: Program | None = None
         self._take(wanted)
         self.outside = self._free()
-
-    @property
-    def anew(self) -> frozenset[int]:
-        """Positions of the tensors from outside that its values take if nothing is kept."""
-        if self._anew is None:
-            self._anew = self._needs_unkept().outside
-        return self._anew
 
     @property
     def unkept(self) -> Program:
         """What makes the same values where nothing is kept any more; made once, since an inner backward asks
         for it in each pass."""
         if self._unkept is None:
-            self._unkept = Program(self.tape, self._needs_unkept(), self._wanted)
+            needs = Needs(self.tape, self.tape.sources_of(self._wanted), {})
+            self._unkept = Program(self.tape, needs, self._wanted)
         return self._unkept
-
-    def _needs_unkept(self) -> Needs:
-        """What its values take if nothing is kept."""
-        return Needs(self.tape, self.tape.sources_of(self._wanted), {})
 
     def _take(self, wanted: Iterable[int]) -> None:
         """Note for every wanted value when it is taken: as soon as it is there and as it was when saved."""
