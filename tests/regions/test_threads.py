@@ -79,7 +79,7 @@ def trains(seed: int, policy: Any, steps: int) -> list[Tensor]:
     for i, x in enumerate(batches(seed, steps)):
         loss = model(x).square().mean()
         if i % 4 == 0:
-            # In parts, whose values outlive a pass.
+            # In parts, of which each makes its own values.
             for p in model.parameters():
                 (p.grad,) = torch.autograd.grad(loss, p, retain_graph=True)
         else:

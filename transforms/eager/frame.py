@@ -53,9 +53,8 @@ from remat.transforms.eager.saved import (
     SavedInput,
     check_shapes,
     hook,
-    let_go,
     noted,
-    resting,
+    one_at_a_time,
     resumed,
     users,
     users_own,
@@ -70,7 +69,7 @@ from remat.transforms.eager.settle import (
 )
 from remat.transforms.errors import RematError, overwritten
 from remat.transforms.offload import Store
-from remat.transforms.ops import geometry, storage
+from remat.transforms.ops import geometry, storage, version_of
 from remat.transforms.pytree import flatten, split
 from remat.transforms.region import CachedTrace, compare, recomputing, unmet
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
@@ -102,6 +101,7 @@ class Frame(Packer):
         direct: saved values that are simply there: the positions of those tensors from outside.
         kept: what is kept, by op.
         held: the tensors from outside that the backward needs, by their positions on the tape.
+        read, later: what a pass that kept its graph has read, and what passes after such a one read again.
         spare: those that it would need besides if nothing was kept, and that are leaves.
         program: what runs again; None where the function does (`rerun`).
         raw: memories from outside that the function writes to past torch, as they were before.
@@ -109,12 +109,10 @@ class Frame(Packer):
         freed: memories from outside that it frees and fills, by their roots.
         values: saved values that were made again and that the backward has not read yet.
         versions: of those that were written to while they were made.
-        taken: the ops whose kept results those may lie in.
         whole: whether all that autograd saves is held.
         early: saved values of a function that differentiates, by their handles, while it runs.
         recorded: the first pass that was recorded and holds handles of values; None while there is none.
         plain: whether it serves plain autograd.
-        read, later: what a pass that kept its graph has read, and what passes after such a one read again.
     """
 
     dead: frozenset[int] = frozenset()
@@ -137,7 +135,6 @@ class Frame(Packer):
         self.spare: dict[int, SavedInput] = {}
         self.handles: list[weakref.ref[Handle] | None] = []  # None where nobody asked for one
         self.values, self.versions = {}, {}
-        self.taken: tuple[int, ...] = ()
         self.snapshots, self.raw, self.replaced, self.freed = {}, [], (), {}
         self.program: Program | None = None
         self.rerun: Rerun | None = None
@@ -153,8 +150,6 @@ class Frame(Packer):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: CachedTrace | None) -> Any:
         """Run the function and settle what is kept of it; `known` is what an earlier call did."""
-        if resting:
-            let_go()
         region, inputs, pack = self.region, self.inputs, self.pack
         casts, select, begin = inputs.ambient.casts, region.selector, inputs.note_random
         if known is not None and known.tape.writes_arguments and not known.tape.shares_alike(inputs.local):
@@ -395,7 +390,7 @@ class Frame(Packer):
 
     def _fill(self, at: int, task: int) -> None:
         """Make saved value `at` again, and with it what else this backward reads."""
-        let_go(self)
+        one_at_a_time(self)
         if self.values or self.inputs.hooks is not None:
             self.forget(task)
         self.task = task
@@ -405,7 +400,6 @@ class Frame(Packer):
         noted(self, task)
 
     def _run(self, at: int) -> None:
-        self.taken = tuple(self.kept)
         if self.rerun is not None:
             frame: Any = self
             self.values = self.rerun.run(frame)
@@ -474,6 +468,12 @@ class Frame(Packer):
         """Whether saved value `i` may still be asked for."""
         ref = self.handles[i] if i < len(self.handles) else None
         return ref is None or ref() is not None
+
+    def rests(self, i: int, value: torch.Tensor) -> bool:
+        """Whether saved value `i`, which was made again, serves another pass: a backward of the user's may
+        have written to it."""
+        outside = self.tape.root_of(self.tape.packed[i][0]) < 0
+        return self.is_held(i) and (outside or version_of(value) == 0)
 
     def _program_for(self, wanted: list[int]) -> Program:
         wanted = [i for i in wanted if i not in self.direct]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -209,39 +209,26 @@ def watched() -> bool:
 
 # -- what recomputed values become when a backward pass ends -------------------------------------------------
 #
-# Most are read in their pass, and go. Two kinds outlive it:
-#
-# - What a pass leaves unread of the last region that it recomputed, and of those around it. Gradients of
-#   weights may be taken in one pass for each, which would recompute the region in all of them. These values
-#   go when another region is recomputed, or when one runs forward. No pass holds more.
-# - What a later pass reads again. A pipeline that splits its backward (ZeroBubble) takes gradients of inputs
-#   in a pass that keeps its graph, and those of weights much later. The first time a region is recomputed for
-#   both, and what the later passes read is noted in its trace. From then on these values stay.
+# They go. But a pipeline that splits its backward (ZeroBubble) takes gradients of inputs in a pass that keeps
+# its graph, and those of weights much later. The first time a region is recomputed for both, and what the
+# later passes read again is noted in its trace. From then on these values stay, but for regions in regions.
 
 # A `frame` here is a `frame.Frame`, whose file imports this one.
 
 RESTING = -2  # the `task` of a frame whose values have outlived their pass
 
-# The frames whose values have, by weak reference: what a region keeps goes when its nodes are through. All
-# threads have one list, since a pass ends in another thread than it ran in. Whoever changes it, or lets go of
-# what lies in its frames, holds the lock.
-resting: list[weakref.ref[Any]] = []
-_lock = threading.RLock()
-
 
 class _Passing(threading.local):
-    """The frames that the backward pass at hand has made values for, in the order of that. With each the
-    values that were there, None where nothing is learnt of that, and those that stay."""
+    """The frames that have made values for the backward pass at hand, by weak reference. With each the values
+    that were there, None where nothing is learnt of that, and those that a later pass reads, too."""
 
     task = -1
     frames: Any = ()
-    # The frame that has made values last, by weak reference, where a pass leaves many of them unread.
+    # The frame that has made values last, where a pass leaves many of them unread.
     last: Any = None
 
 
 _passing = _Passing()
-_NOTHING: dict[int, torch.Tensor] = {}
-_Noted: TypeAlias = "tuple[weakref.ref[Any], frozenset[int] | None, dict[int, torch.Tensor]]"
 
 
 def noted(frame: Any, task: int) -> None:
@@ -249,64 +236,63 @@ def noted(frame: Any, task: int) -> None:
     if task == -1:
         return
     if task != _passing.task:
-        frames: list[_Noted] = []
+        frames: list[Any] = []
         _passing.task, _passing.frames = task, frames
-        at_backward_end(lambda: _ended(frames))
+        at_backward_end(lambda: _ended(frames, task))
     # (One that is recorded is no part of a backward.)
-    if not (kept := graph_kept() and not torch.is_grad_enabled()) and frame.read is None:
-        _passing.frames.append((weakref.ref(frame), None, _NOTHING))
-        return
-    there = frozenset(frame.values)
-    stay = {at: frame.values[at] for at in frame.later & there} if kept else _NOTHING
-    frame.read = frame.read or frozenset()
+    kept = graph_kept() and not torch.is_grad_enabled()
+    there = frozenset(frame.values) if kept or frame.read is not None else None
+    stay = {at: frame.values[at] for at in frame.later & there} if kept and there else {}
     _passing.frames.append((weakref.ref(frame), there, stay))
 
 
-def let_go(frame: Any = None) -> None:
-    """Let go of what has outlived its pass, but for values of regions around `frame`, and what is read again.
-
-    Values of that are about to be made. None: a region runs forward.
-    """
-    if frame is not None and (_passing.last is not None or frame.recorded is not None or frame.tape.tangents):
-        _one_at_a_time(frame)
-    if not resting or (frame is None and graph_task() != -1):
-        return
-    around = [] if frame is None else list(_around(frame))
-    with _lock:
-        for ref in resting:
-            found = ref()
-            if found is not None and found.task == RESTING and found not in around:
-                _thin(found)
-        resting[:] = [ref for ref in resting if ref() in around]
-
-
-def _one_at_a_time(frame: Any) -> None:
-    """Let go of what the frame before this one has left unread.
-
-    Through a recorded backward and the forward's own graph a pass comes by twice; of tangents with a history
-    it reads nothing unless it started from one.
-    """
-    last = None if _passing.last is None else _passing.last()
-    if last is not None and last is not frame and last not in _around(frame):
-        last.forget(last.task)
-    leaves = frame.recorded is not None or frame.tape.tangents
-    _passing.last = weakref.ref(frame) if leaves else None
+def _ended(passed: list[Any], task: int) -> None:
+    """The end of a pass: what it has left unread goes, but for what later ones read again."""
+    for ref, there, stay in passed:
+        if (frame := ref()) is None or frame.task != task:
+            continue
+        if there is not None:
+            read = there - frame.values.keys()
+            # One that reads the same, or more, is no part of a backward, such as one for a row of a Jacobian.
+            if frame.read and read < frame.read:
+                frame.later |= read
+            frame.read = frame.read or read
+        stay = {**stay, **{at: value for at, value in frame.values.items() if at in frame.later}}
+        frame.forget()
+        # Those of other regions may lie in memory whose version nobody sees.
+        if stay and frame.inputs.hooks is None and not (frame.store or frame.rerun or frame.spent):
+            frame.values = {at: value for at, value in stay.items() if frame.rests(at, value)}
+            frame.task = RESTING
+    passed.clear()  # the thread's next pass may be far off
+    if _passing.frames is passed:
+        _passing.task = -1
 
 
 def resumed(frame: Any, task: int, at: int) -> bool:
     """Whether value `at` has outlived its pass and may be read in another: nobody wrote to its memory."""
-    if frame.task != RESTING or task == -1:
+    if frame.task != RESTING or task == -1 or at not in frame.values:
         return False
-    for each in (frame, *_around(frame)):
-        if not all(held.unwritten for held in (*each.held.values(), *_kept(each))):
-            return False
-    with _lock:
-        if frame.task != RESTING or at not in frame.values:
-            return False  # another thread has let go of them
-        frame.task = task
-    let_go(frame)
+    kept: list[Any] = []
+    for value in frame.kept.values():
+        map_tensors(kept.append, value)
+    if not all([held.unwritten for held in (*frame.held.values(), *kept)]):
+        return False
+    frame.task = task
     noted(frame, task)
     return True
+
+
+def one_at_a_time(frame: Any) -> None:
+    """Values of a frame are about to be made: let go of what the one before has left unread.
+
+    Through a recorded backward and the forward's own graph a pass comes by twice; of tangents with a history
+    it reads nothing unless it started from one.
+    """
+    leaves = frame.recorded is not None or frame.tape.tangents
+    last = None if _passing.last is None else _passing.last()
+    if last is not None and last is not frame and last not in _around(frame):
+        last.forget(last.task)
+    _passing.last = weakref.ref(frame) if leaves else None
 
 
 def _around(frame: Any) -> Iterator[Any]:
@@ -315,76 +301,6 @@ def _around(frame: Any) -> Iterator[Any]:
     while hooks is not None and isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
         yield frame
         hooks = frame.inputs.hooks
-
-
-def _kept(frame: Any) -> list[Held]:
-    """What a region keeps as it is."""
-    found: list[Any] = []
-    for value in frame.kept.values():
-        map_tensors(found.append, value)
-    return [held for held in found if isinstance(held, Held)]
-
-
-def _ended(passed: list[_Noted]) -> None:
-    """The end of a pass: what it has left unread goes, but for its last region, and what is read again."""
-    alive = [(frame, there, stay) for ref, there, stay in passed if (frame := ref()) is not None]
-    passed.clear()  # the thread's next pass may be far off
-    if _passing.frames is passed:
-        _passing.task = -1
-    last = [alive[-1][0], *_around(alive[-1][0])] if alive else []
-    learnt: set[int] = set()
-    for frame, there, stay in alive:
-        if there is not None and id(frame) not in learnt:
-            learnt.add(id(frame))
-            _learn(frame, there - frozenset(frame.values))
-        if stay:
-            frame.values = {**stay, **frame.values}
-        if frame in last or frame.read:
-            _rest(frame)
-        if frame not in last:
-            _thin(frame)
-
-
-def _learn(frame: Any, read: frozenset[int]) -> None:
-    """Note what a pass has read: of what an earlier one has read before, which kept its graph.
-
-    One that reads the same, or more, is no part of a backward: a loop over rows of a Jacobian is such.
-    """
-    if not frame.read:
-        frame.read = read
-    elif read < frame.read:
-        frame.later |= read
-
-
-def _thin(frame: Any) -> None:
-    """Let go of values that outlived their pass, but for those that a later one reads again."""
-    stay, values = frame.later if frame.read else (), frame.values
-    frame.forget()
-    if stay:
-        frame.values = {at: value for at, value in values.items() if at in stay and frame.is_held(at)}
-
-
-def _rest(frame: Any) -> None:
-    """Leave the values of a frame to later passes, but for those in memory whose version nobody will see."""
-    for held in frame.held.values():
-        held.forget()
-    tape, outside = frame.tape, frame.tape.outside
-    # (What is kept plainly is asked for its version before it is read again.)
-    seen = frame.kept if frame.store is None and users(frame.inputs.hooks) is None else ()
-    apart = {tape.nodes[at].root for at in frame.taken if at not in seen}
-    apart |= {outside[at].root for at, held in frame.held.items() if held.unpack is not None}
-    opaque = frame.rerun is not None and (tape.loose or frame.raw or frame.replaced or frame.freed)
-
-    def stays(at: int, value: Any) -> bool:
-        root = tape.root_of(tape.packed[at][0])
-        # A backward of the user's may have written to what it had saved.
-        return not opaque and root not in apart and (root < 0 or version_of(value) == 0)
-
-    with _lock:
-        frame.values = {at: value for at, value in frame.values.items() if stays(at, value)}
-        if frame.values:
-            frame.task = RESTING
-            resting.append(weakref.ref(frame))
 
 
 # -- hooks, and transforms of torch.func --------------------------------------------------------------
