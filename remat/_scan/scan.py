@@ -222,7 +222,8 @@ def _run_eager(
     # Where nothing can be differentiated, a step is evaluated once and reads what it captured as it is.
     live = torch.is_grad_enabled() or in_transform() or swapping() or dual_level_open()
     replaced = getattr(body, "replaced", ())
-    found = [t for t in captured(reach) if id(t) not in replaced and known_around(t)] if live else []
+    found = captured(reach, unsaved=True) if live else []
+    found = [t for t in found if id(t) not in replaced and known_around(t)]
     given = [t for t in (*found, *carry, *rows) if is_tensor(t)]
     random = RandomState(given, own=reach)
     for _ in range(MOST_TRIES):

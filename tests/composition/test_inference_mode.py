@@ -178,3 +178,55 @@ def test_a_scan_whose_results_are_not_read_in_parts():
     with torch.inference_mode():
         x = rand(3) * 1.0
         torch.testing.assert_close(grad(loss)(x), grad(lambda x: (x * 2).cos().sum())(x))
+
+
+NESTS = {
+    "scan in scan": (lambda step, x: over(lambda c: over(step, c), x), 9),
+    "region in scan": (lambda step, x: over(remat(step), x), 3),
+    "scan in region": (lambda step, x: remat(lambda x: over(step, x))(x), 3),
+    "region in region": (lambda step, x: remat(lambda x: remat(step)(x))(x), 1),
+    # Of what the inner one returns nothing is read.
+    "dead region in region": (lambda step, x: remat(lambda x: (remat(step)(x), x.sin())[1])(x), 0),
+    "gradient in region": (lambda step, x: remat(grad(lambda x: remat(step)(x).sum()))(x), -1),
+}
+THIRD = {"third": lambda fn, x: grad(lambda x: hessian(energy(fn))(x).square().sum())(x)}
+
+
+def without(times, step, x):
+    if times < 0:
+        return grad(lambda x: step(x).sum())(x)
+    for _ in range(times):
+        x = step(x)
+    return x if times else x.sin()
+
+
+@pytest.mark.parametrize(("nest", "way", "made_inside"), crossed(NESTS, WAYS | THIRD, [False, True]))
+def test_nests_over_weights_that_require_gradients(nest, way, made_inside):
+    """Below the levels plain autograd records nothing, however deep."""
+    w, (nested, times), run = W.clone().requires_grad_(), NESTS[nest], (WAYS | THIRD)[way]
+    x, other = rand(3), rand(3, seed=6)
+    with torch.inference_mode():
+        x, other = (t * 1.0 if made_inside else t for t in (x, other))
+        step = lambda c: (c @ w).tanh() * (other @ w)  # noqa: E731
+        want = run(lambda x: without(times, step, x), x)
+        for _ in range(2):
+            torch.testing.assert_close(run(lambda x: nested(step, x), x), want)
+
+
+@pytest.mark.parametrize("scan", [over, while_over])
+@pytest.mark.parametrize("way", ["grad", "grad of grad", "jvp of grad", "hessian"])
+def test_what_a_region_in_a_step_captures(way, scan):
+    """Weights that a level differentiates meet a tensor made there, which the region is not given."""
+    run, params = WAYS[way], rand(3, 3, seed=7)
+    with torch.inference_mode():
+        x, y = rand(3) * 1.0, rand(3, seed=8) * 1.0
+
+        def loss(region, loop):
+            def step(w, c):
+                inner = region(lambda c: (y @ w).sin() + c.cos())
+                return region(lambda c: inner(inner(c)))(c)
+
+            return lambda w: loop(lambda c: step(w, c), x)
+
+        want = run(loss(lambda fn: fn, looped), params)
+        torch.testing.assert_close(run(loss(remat, scan), params), want)

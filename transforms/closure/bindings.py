@@ -319,10 +319,14 @@ def reached(*roots: Any) -> list[Any]:
         return list(in_reach(*roots))
 
 
-def captured(reach: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among what functions lead to that could carry a derivative or a batch dimension."""
+def captured(reach: Iterable[Any], unsaved: bool = False) -> list[torch.Tensor]:
+    """The tensors among what functions lead to that could carry a derivative or a batch dimension.
+
+    `unsaved`: also those made in inference mode, which plain autograd refuses to save, and a level saves.
+    """
     with functions_as_they_are():
-        found = [value for value in reach if is_tensor(value) and differentiable(value)]
+        tensors = [value for value in reach if is_tensor(value)]
+        found = [t for t in tensors if differentiable(t) or (unsaved and t.is_inference())]
         return [t for t in found if t.is_leaf and not is_wrapped(t) or not is_stale(t)]
 
 

@@ -15,6 +15,7 @@ from remat.transforms.compat.ambient import (
     is_strided,  # whether `value` is a tensor with one block of memory behind it
     module_hooks,  # the tables of the hooks that run for every module
     modules_watched,  # whether any global module hook is set
+    ordinary,  # tensors of the same memories that were not made in inference mode
     outside_inference,  # whether ops here are not those of inference mode
     set_data,  # give a tensor other data, of which no torch-function mode is told
     set_function_state,  # set whether torch functions ask their modes and subclasses

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,28 @@ def _put_on(modes: Sequence[Any]) -> None:
 outside_inference: Callable[[], bool] = functools.partial(
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.ADInplaceOrView
 )
+
+
+def ordinary(values: Iterable[Any], leaves: bool = False) -> list[Any]:
+    """The same memories as tensors that plain autograd saves, and that ops treat as others: it does neither
+    of what was made in inference mode. `leaves`: as tensors that require no gradient, too."""
+    with functions_as_they_are():
+        return [_ordinary(v, leaves) if isinstance(v, torch.Tensor) else v for v in values]
+
+
+def _ordinary(tensor: torch.Tensor, leaf: bool) -> torch.Tensor:
+    if not tensor.is_inference():
+        return tensor.detach() if leaf else tensor
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout is not torch.strided
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        return tensor
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def storage_key(tensor: torch.Tensor) -> int:

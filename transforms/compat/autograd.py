@@ -393,6 +393,8 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 def tangent_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """What the innermost level pushes forward of a tensor of its own."""
+    if tensor.is_inference():  # torch asserts; in inference mode, where it does not, to ask would be an op
+        return None
     try:
         return torch._unpack_dual(tensor, level=0)[1]  # pyright: ignore[reportPrivateImportUsage]
     except RuntimeError as error:  # sparse ones have none; nor, below autograd, torch's own and old batches

@@ -379,8 +379,8 @@ class Frame(Packer):
         # A recorded backward and the one it was recorded from may both read it in one pass.
         again = self.recorded is not None and self.recorded != task
         value = self.values[at] if again else self.values.pop(at)
-        # Autograd saves no inference tensors: every value has a version.
-        if value._version != self.versions.get(at, 0):
+        # What was made in inference mode counts no writes; a level saves it, plain autograd does not.
+        if not value.is_inference() and value._version != self.versions.get(at, 0):
             raise RematError(overwritten(self.region.name, value))
         if torch.is_grad_enabled() and self.plain:
             hold_again(self, handle, value)
@@ -396,7 +396,8 @@ class Frame(Packer):
         self.task = task
         with below_levels() if in_transform() else _NOTHING:
             self._run(at)
-        self.versions = {at: made for at, value in self.values.items() if (made := value._version)}
+        counting = [(at, value) for at, value in self.values.items() if not value.is_inference()]
+        self.versions = {at: made for at, value in counting if (made := value._version)}
         noted(self, task)
 
     def _run(self, at: int) -> None:

@@ -339,7 +339,7 @@ def _as_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any])
     taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if active.sessions and current() else None
     others = [leaf for leaf in leaves if not issubclass(type(leaf), torch.Tensor)]
     reach = reached(region.function, *others)
-    found = [*filter(known_around, captured(reach)), *(taps.offsets if taps else ())]
+    found = [*filter(known_around, captured(reach, unsaved=True)), *(taps.offsets if taps else ())]
     random = RandomState(tensors, own=reach)
     for _ in range(MOST_TRIES):
         world = GraphLowering(region) if modes_active() and is_tracing() else None
@@ -431,9 +431,6 @@ class FlatCall:
         self.bindings = Bindings(reach, states=True, bound=not ambient.captured)
         self.family = Family(region, ambient, world)
         self.levels = world is None and under_levels()
-        with functions_as_they_are():
-            # Plain autograd saves none of these.
-            self.family.inference = any([unwrapped(t).is_inference() for t in self.operands])
         self.out_leaves, self.out_at = list[Any](), list[int]()
         self.out_spec: Any = None  # that of a single tensor is None
         self.aliasing = Aliasing()

@@ -27,6 +27,7 @@ from remat.transforms.compat import (
     is_wrapped,
     level_of,
     next_node,
+    ordinary,
     outside_inference,
     uncompiled,
     uncompiled_calls,
@@ -74,9 +75,14 @@ def at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...
     """The rule below all levels: a node of plain autograd where an operand requires gradients."""
     if forward_ad_active(operands):
         return plain_duals(prim, operands)
+    if not outside_inference():
+        # Below a level plain autograd records nothing there. The ops are those that run outside of inference
+        # mode, in forward and pull-back alike.
+        with torch.inference_mode(False), torch.no_grad():
+            return _run(prim, quiet(ordinary, operands, True))
+    if any([t.is_inference() for t in operands]):
+        operands = quiet(ordinary, operands)
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
-        if prim.pulls and not outside_inference():
-            return _run(prim, operands)  # no op is recorded, and nothing can be saved
         return BottomNode.apply(prim, *operands)
     return _run(prim, operands)
 
@@ -438,8 +444,6 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             stack.enter_context(recorded.surroundings(needs))
             replay = recorded.replay(needs, operands)
         stack.enter_context(replaying(replay, family.region.name))
-        if not outside_inference() and not family.inference:
-            stack.enter_context(torch.inference_mode(False))  # as in the forward
         try:
             return tuple(prim.body(*operands))
         except Missed as missed:

@@ -35,7 +35,6 @@ from remat.transforms.compat import (
     innermost_level,
     is_wrapped,
     level_of,
-    outside_inference,
     restore_vmap,
     unwrap_if_dead,
     wrap_for_grad,
@@ -94,13 +93,12 @@ class Family:
     # The `Results` that every run of the function is to meet, where ops cannot be compared.
     results: Any = None
     present: Any = None  # while it is pulled back: that of the `Prim`
-    inference: bool = False  # whether inference mode is on, or a tensor was made under it
     meet: Callable[[], None] | None = None  # compares what ranks keep, in the first pull-back
 
     @property
     def by_levels(self) -> bool:
-        """Whether plain autograd refuses the function, or records nothing."""
-        return self.world is None and (self.inference or self.region.cache.by_levels)
+        """Whether plain autograd refuses the function."""
+        return self.world is None and self.region.cache.by_levels
 
 
 @dataclass(frozen=True)
@@ -180,8 +178,6 @@ def as_differentiated(body: Body, mask: list[int], family: Family, plainly: bool
 
     def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split: list[list[int]] = [[]]
-        if not in_transform() and not outside_inference():
-            family.inference = True
         if plainly and (in_transform() or family.by_levels):
             return body(*operands)
         if not in_transform() and not family.by_levels:

@@ -25,10 +25,11 @@ from remat.transforms.compat import (
     in_transform,
     is_wrapped,
     modes_active,
+    ordinary,
     outside_inference,
     top_hooks,
 )
-from remat.transforms.context import active
+from remat.transforms.context import active, quiet
 from remat.transforms.offload import lane
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.scan.backward import Consts, pull_back
@@ -98,12 +99,16 @@ class _Recorded(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        if in_transform() or outside_inference():
+        made_there = any([isinstance(arg, torch.Tensor) and arg.is_inference() for arg in args])
+        if in_transform() or (outside_inference() and not made_there):
             return super().apply(*args)
+        if outside_inference():
+            return super().apply(*quiet(ordinary, args))
         # Below a level of torch.func that is in inference mode no op is recorded; a Function would be, and
-        # cannot save what was made there. Its ops are those that run outside, as in a pull-back.
+        # cannot save what was made there. Its ops are those that run outside, as in a pull-back, so Functions
+        # inside, for which torch turns grad mode on, are given what requires no gradient.
         with torch.inference_mode(False), torch.no_grad():
-            return super().apply(*args)
+            return super().apply(*quiet(ordinary, args, True))
 
 
 class _Scan(_Recorded):
