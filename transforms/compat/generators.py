@@ -24,7 +24,7 @@ from remat.transforms.compat.ambient import functions_as_they_are
 _SIZE, _FIRST, _END = 5056, 24, 5016
 _WORDS = struct.Struct("<624Q")
 # So many turns lie between two states of a run, and in a whole run.
-_NEXT, _MOST = 5, 64
+_NEXT, _MOST = 5, 16
 # More numbers take more turns, and more memory than a state of their own.
 _SMALL = 1248
 _lock = threading.RLock()
@@ -47,7 +47,7 @@ class Start:
 
 
 class Cursor:
-    """A place in a run of draws: the words after some turns."""
+    """A place in a run of draws: the words after some turns, empty until somebody asks."""
 
     __slots__ = ("start", "turns", "twister", "words")
 
@@ -55,14 +55,31 @@ class Cursor:
         self.start, self.turns, self.words = weakref.ref(start), 0, words
         self.twister: random.Random | None = None
 
-    def turn(self) -> bytes:
-        """The words after one more turn."""
-        if self.twister is None:
+    def turn(self, turns: int) -> bool:
+        """Go on by so many turns; whether there were any."""
+        if turns and self.twister is None:
             self.twister = random.Random(0)
             self.twister.setstate((3, (*_WORDS.unpack(self.words), 624), None))
-        self.twister.getrandbits(32 * 624)
-        self.words, self.turns = _WORDS.pack(*self.twister.getstate()[1][:624]), self.turns + 1
+        if turns:
+            self.twister.getrandbits(32 * 624 * turns)
+            self.turns, self.words = self.turns + turns, b""
+        return bool(turns)
+
+    def now(self) -> bytes:
+        """The words here."""
+        if not self.words:
+            self.words = _WORDS.pack(*self._state()[:624])
         return self.words
+
+    def is_at(self, words: bytes) -> bool:
+        """Whether the words here are these."""
+        if not self.words and self._state()[0] != int.from_bytes(words[:8], "little"):
+            return False
+        return self.now() == words
+
+    def _state(self) -> tuple[int, ...]:
+        assert self.twister is not None
+        return self.twister.getstate()[1]
 
 
 class CompactState:
@@ -137,10 +154,10 @@ def set_state(generator: torch.Generator, state: Any) -> None:
 
 def _reaches(cursor: Cursor, words: bytes) -> bool:
     """Whether these words come next in the run, by few turns."""
-    if cursor.words == words:
+    if cursor.is_at(words):
         return True
     turns = min(_NEXT, _MOST - cursor.turns)
-    return any(cursor.turn() == words for _ in range(turns))
+    return any(cursor.turn(1) and cursor.is_at(words) for _ in range(turns))
 
 
 def _words_of(state: CompactState) -> bytes:
@@ -148,10 +165,8 @@ def _words_of(state: CompactState) -> bytes:
         start = state.start
         words = start.words or _read(torch.Generator().manual_seed(start.seed or 0).get_state())[_FIRST:_END]
         _again[:] = [Cursor(start, words)]
-    cursor = _again[0]
-    while cursor.turns < state.turns:
-        cursor.turn()
-    return cursor.words
+    _again[0].turn(state.turns - _again[0].turns)
+    return _again[0].now()
 
 
 def _seed_of(raw: bytes) -> int | None:

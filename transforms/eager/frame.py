@@ -154,9 +154,10 @@ class Frame(Packer):
         casts, select, begin = inputs.ambient.casts, region.selector, inputs.note_random
         if known is not None and known.tape.writes_arguments and not known.tape.shares_alike(inputs.local):
             known = None
-        if known is None or known.draws:
-            begin()
+        if known is not None and known.draws:
+            begin(torch.Generator.get_state)  # for a while: nothing that is followed runs its function again
         if known is None:
+            begin()
             bookkeeping_aside(gathering, quiet, repeated)
             tape = Tape(region.name)
             recorder = Recorder(

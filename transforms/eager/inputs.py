@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from remat.transforms.closure import Bindings, innermost, of_arguments, of_captured, reached
-from remat.transforms.compat import modules_watched, top_hooks, without_module_trackers
+from remat.transforms.compat import modules_watched, state_of, top_hooks, without_module_trackers
 from remat.transforms.context import active
 from remat.transforms.intermediates import again, current, marks
 from remat.transforms.objects import plain_of
@@ -68,11 +68,11 @@ class Inputs:
         self.originals: list[Any] = []
         self.leaf: list[tuple[int, bool, bool]] = []
 
-    def note_random(self) -> None:
+    def note_random(self, of: Callable[[torch.Generator], Any] = state_of) -> None:
         """Note the state of the generators before the forward; one that leaves its tape may note it there,
-        where none of the ops so far has drawn."""
+        where none of the ops so far has drawn. `of`: how it is read."""
         if self.region.preserve_rng_state and self.random is None:
-            self.random = RandomState(self.tensors, self.kinds)
+            self.random = RandomState(self.tensors, self.kinds, of=of)
 
     def note_surroundings(self, bound: bool) -> None:
         """Note what a run of the function itself needs besides its arguments.

@@ -15,6 +15,7 @@ that run again as a whole; derivatives inside.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from remat.transforms.compat import (
     refuse_hooks,
     running_node,
     set_grad_enabled,
+    state_of,
     top_hooks,
     uncompiled_calls,
     unwrap_once,
@@ -139,9 +141,9 @@ class LevelInputs(Inputs):
         own = tuple([(t.shape, t.dtype, lies(t)) for t in self.local])
         return own, self.around, tuple(self.graded), self.level, super().signature()
 
-    def note_random(self) -> None:
+    def note_random(self, of: Callable[[torch.Generator], Any] = state_of) -> None:
         with below_levels():
-            super().note_random()
+            super().note_random(of)
 
     def note_world(self, reach: Any) -> None:
         """Note what a forward changes that may turn out to be the primitive's."""

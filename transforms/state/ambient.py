@@ -155,11 +155,11 @@ class GeneratorState:
         self.device = _device_of(args, kwargs)
         if self.generator is None and self.device.type == "cpu":
             self.generator = torch.default_generator
-        self.state, self.native = self._read(), True
+        self.state, self.native = self._read(state_of), True
 
-    def _read(self) -> Any:
+    def _read(self, of: Callable[[torch.Generator], Any]) -> Any:
         if self.generator is not None:
-            return state_of(self.generator)
+            return of(self.generator)
         return getattr(torch, self.device.type).get_rng_state(self.device)
 
     def restore(self, generator: torch.Generator | None = None) -> None:
@@ -178,10 +178,10 @@ class GeneratorState:
             return call(*args, **kwargs)
 
     def now(self) -> GeneratorState:
-        """The present state of the same generator."""
+        """The present state of the same generator, in full: for a while."""
         made = GeneratorState.__new__(GeneratorState)
         made.generator, made.device = self.generator, self.device
-        made.state, made.native = made._read(), True
+        made.state, made.native = made._read(torch.Generator.get_state), True
         return made
 
 
@@ -242,16 +242,21 @@ def _device_of(args: Any, kwargs: Any) -> torch.device:
 class RandomState:
     """Generator states of the CPU and of every device among the arguments, and of generators among `own`.
 
-    Whoever knows `device_kinds` of the tensors already may say so.
+    Whoever knows `device_kinds` of the tensors already may say so. `of`: how a state is read; the default is
+    small for long.
     """
 
     __slots__ = ("cpu", "devices", "own")
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], kinds: tuple[str, ...] | None = None, own: Sequence[Any] = ()
+        self,
+        tensors: Sequence[torch.Tensor],
+        kinds: tuple[str, ...] | None = None,
+        own: Sequence[Any] = (),
+        of: Callable[[torch.Generator], Any] = state_of,
     ) -> None:
-        self.cpu = state_of(torch.default_generator)
-        self.own = [(x, state_of(x)) for x in own if issubclass(type(x), torch.Generator)] if own else ()
+        self.cpu = of(torch.default_generator)
+        self.own = [(x, of(x)) for x in own if issubclass(type(x), torch.Generator)] if own else ()
         self.devices: Sequence[tuple[torch.device, torch.Tensor]] = ()
         if (kinds or device_kinds(tensors)) != _ONLY_CPU:
             found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
@@ -265,11 +270,11 @@ class RandomState:
             for generator, state in self.own:
                 set_state(generator, state)
 
-    def again(self) -> RandomState:
-        """The present state of the same generators."""
+    def again(self, of: Callable[[torch.Generator], Any] = state_of) -> RandomState:
+        """The present state of the same generators; `of`: how it is read."""
         new = RandomState.__new__(RandomState)
-        new.cpu = state_of(torch.default_generator)
-        new.own = [(x, state_of(x)) for x, _ in self.own] if self.own else ()
+        new.cpu = of(torch.default_generator)
+        new.own = [(x, of(x)) for x, _ in self.own] if self.own else ()
         new.devices = self.devices and [(d, getattr(torch, d.type).get_rng_state(d)) for d, _ in self.devices]
         return new
 
@@ -287,7 +292,7 @@ def drawing_again(
         return
     if unheld is not None and states:
         refuse_traced_draws(unheld)
-    now = random.again()
+    now = random.again(torch.Generator.get_state)
     try:
         with generators_again(states):
             # After the others: a function that seeds inside draws first from another state.

@@ -78,7 +78,7 @@ class GuardMode(Recorder):
 
     # In slots, as Python looks them up faster than so many entries of a dict.
     __slots__ = (
-        "_entered", "_kept_in", "_memory", "_table", "alive", "at", "casts", "checks", "decisions", "digest",
+        "_entered", "_kept_in", "_keys", "_memory", "_table", "_writes", "alive", "at", "casts", "checks", "decisions", "digest",
         "expected", "expected_kept", "held", "keeps_decisions", "kept", "kept_bytes", "leaving",
         "make_selector", "moved", "named", "outer", "outside", "packs", "random", "selector", "shown",
         "sizes", "snapshots", "tape", "there",
@@ -109,6 +109,8 @@ class GuardMode(Recorder):
         self.shown, self.outer, self._memory, self._kept_in = {}, {}, {}, {}
         self.selector, self.digest, self.kept_bytes, self.moved, self.sizes = None, None, 0, set(), {}
         self.checks = expected.checks or _prepared(expected)
+        # Whether memory from outside is written to; memories of what `outside` lists.
+        self._writes, self._keys = bool(expected.last_write) and min(expected.last_write) < 0, []
         # What is there, by number: below zero counts from the end. It enters the table once somebody asks.
         self.there: list[Callable[[], Any]] = [_gone] * (len(expected.makers) + len(expected.outside))
         self._table, self._entered = ValueNumbering(), (0, 0)
@@ -168,7 +170,7 @@ class GuardMode(Recorder):
                 else:
                     out = call(*args, **kwargs) if kwargs else call(*args)
                 if isinstance(out, torch.Tensor):
-                    self._enter(out, number)
+                    self._enter(out, number, args, refs)
                 else:
                     for i, tensor in enumerate(tensors_in(out)):
                         self._enter(tensor, number + i)
@@ -223,7 +225,7 @@ class GuardMode(Recorder):
         """Forget the tensors from outside that a call has bound which is another one after all."""
         for tensor in self.outside[bound:]:
             self.forget(tensor)
-        del self.outside[bound:]
+        del self.outside[bound:], self._keys[bound:]
         self._entered = min(bound, self._entered[0]), self._entered[1]
         return False
 
@@ -238,11 +240,14 @@ class GuardMode(Recorder):
         # What has a number has a weak reference, and few others have.
         return self._numbers.of(tensor) if _references(tensor) else None
 
-    def _enter(self, tensor: torch.Tensor, number: int) -> None:
+    def _enter(self, tensor: torch.Tensor, number: int, args: Any = (), refs: Any = ()) -> None:
         """Let a tensor have this number and no other: what is written in place had one."""
         there = self.there
-        if _references(tensor) and (old := self._numbers.of(tensor)) is not None and there[old]() is tensor:
-            there[old] = _gone
+        if _references(tensor):
+            old = next((want for i, want in refs if args[i] is tensor), None)
+            old = self._numbers.of(tensor) if old is None else old
+            if old is not None and there[old]() is tensor:
+                there[old] = _gone
         there[number] = _weak(tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
@@ -274,11 +279,11 @@ class GuardMode(Recorder):
             return False
         if stride is not None and not lies_as(tensor, known.meta):
             return False
-        if self.expected.last_write:
+        if self._writes or known.root != -1 - at:
             # What is written to must share its memory with what it shared it with.
-            key = storage(tensor)
-            first = next((i for i, other in enumerate(self.outside) if storage(other) == key), at)
-            if -1 - first != known.root:
+            keys = self._keys
+            keys += map(storage, (*self.outside[len(keys) :], tensor))
+            if -1 - keys.index(keys[at]) != known.root:
                 return False
         self.there[-1 - at] = _weak(tensor)
         self.outside.append(tensor)

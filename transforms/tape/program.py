@@ -242,7 +242,7 @@ def _step(tape: Tape, needs: Needs, at: int) -> Step:
     if traits(node.op).changes_shape:
         step.call = functools.partial(_on_alias, step.call)
     if node.shape_only:
-        step.args, step.kwargs = _like(tape, at)
+        step.call, step.args, step.kwargs = _like(tape, at, step.call)
     step.flat = [(i, int(arg)) for i, arg in enumerate(step.args) if type(arg) is Ref]
     step.nested = [i for i, arg in enumerate(step.args) if isinstance(arg, (list, tuple)) and refs_in(arg)]
     return step
@@ -253,19 +253,24 @@ def _on_alias(call: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwar
     return call(tensor.data, *args, **kwargs)
 
 
-def _like(tape: Tape, at: int) -> tuple[Any, Any]:
+def _like(tape: Tape, at: int, call: Callable[..., Any]) -> tuple[Callable[..., Any], Any, Any]:
     """The call of a factory that takes shape, dtype and device from a tensor, and not its numbers."""
     node = tape.nodes[at]
     number = node.args[0]
     if type(number) is not Ref:
-        return node.args, node.kwargs
+        return call, node.args, node.kwargs
+    if node.op is torch.ops.aten.empty_like.default and not node.kwargs.get("pin_memory"):
+        # As it lay: torch works that out in Python for a tensor without numbers.
+        shape, stride, dtype, device = tape.meta_of(node.first)
+        if stride is not None:
+            return torch.empty_strided, (shape, stride), {"dtype": dtype, "device": device}
     shape, stride, dtype, device = tape.meta_of(number)
     with outside_all_modes():
         stand_in = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     kwargs = dict(node.kwargs)
     if kwargs.get("device") is None:
         kwargs["device"] = device
-    return (stand_in, *node.args[1:]), kwargs
+    return call, (stand_in, *node.args[1:]), kwargs
 
 
 def _filled(value: Any, values: Values) -> Any:
