@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import tyro
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from benchmarks.common.records import Record, Target, conclude
-from benchmarks.overhead import in_processes, times
+from benchmarks.overhead import function_block, in_processes, parameters, times
 from remat import checkpoint_policy, remat, save_matmuls, save_nothing
 from remat.cli.measure import percentiles
 
@@ -32,17 +31,6 @@ POLICIES = {
     "save_matmuls": save_matmuls,
     "budget 0.5": checkpoint_policy(budget=0.5),
 }
-
-
-def block(params: Params, x: Tensor) -> Tensor:
-    """Pre-norm attention of one head and a GELU network; x is [..., t, width]."""
-    width = x.shape[-1]
-    h = F.layer_norm(x, (width,), params["norm1"], params["bias1"])
-    q, k, v = F.linear(h, params["qkv"]).chunk(3, -1)
-    attended = torch.softmax(q @ k.transpose(-1, -2) / width**0.5, -1) @ v
-    x = x + F.linear(attended, params["proj"])
-    h = F.layer_norm(x, (width,), params["norm2"], params["bias2"])
-    return x + F.linear(F.gelu(F.linear(h, params["up"])), params["down"])
 
 
 @dataclass
@@ -82,7 +70,10 @@ class Functional:
     def measure(self) -> dict[str, list[dict[str, float]]]:
         """By way of differentiating: the rounds of one process, CPU seconds of a step of each row."""
         torch.set_num_threads(1)
-        rows = {"none": block, **{name: remat(block, policy=policy) for name, policy in POLICIES.items()}}
+        rows = {
+            "none": function_block,
+            **{name: remat(function_block, policy=policy) for name, policy in POLICIES.items()},
+        }
         taken = {}
         for way in ("backward", *LIMITS):
             steps = {name: self.step(way, one) for name, one in rows.items()}
@@ -91,7 +82,7 @@ class Functional:
         return taken
 
     def step(self, way: str, one: Callable[[Params, Tensor], Tensor]) -> Callable[[], Any]:
-        params, x = self.params(), torch.randn(2, 8, self.width)
+        params, x = parameters(self.depth, self.width), torch.randn(2, 8, self.width)
         batch = torch.randn(4, *x.shape)
         along = [{k: torch.randn_like(v) for k, v in own.items()} for own in params]
 
@@ -109,14 +100,6 @@ class Functional:
             "jvp": lambda: jvp(loss, (params, x), (along, x)),
             "jvp(grad)": lambda: jvp(lambda p: grad(loss)(p, x), (params,), (along,)),
         }[way]
-
-    def params(self) -> list[Params]:
-        torch.manual_seed(0)
-        w = self.width
-        shapes = {"qkv": (3 * w, w), "proj": (w, w), "up": (4 * w, w), "down": (w, 4 * w)}
-        norms = {"norm1": torch.ones, "bias1": torch.zeros, "norm2": torch.ones, "bias2": torch.zeros}
-        made = {name: fill(w) for name, fill in norms.items()}
-        return [{**made, **{k: 0.1 * torch.randn(s) for k, s in shapes.items()}} for _ in range(self.depth)]
 
 
 def targets(records: list[Record]) -> list[Target]:

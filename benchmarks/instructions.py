@@ -1,10 +1,10 @@
 """Instructions of a region in eager mode: 12 tiny transformer blocks (16 wide), forward and backward.
 
-    python -m benchmarks.instructions      # needs valgrind and a C compiler; two minutes
+    python -m benchmarks.instructions      # needs valgrind and a C compiler; eight minutes
 
 Counted by callgrind: unlike times, counts are the same on a busy machine, and nearly the same on another one.
 At this size they are bookkeeping and dispatch, not arithmetic. A row is counted over a step of its own after
-a dozen that warm up, and no remat is taken off.
+those that warm up, and no remat is taken off.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ import torch
 import tyro
 
 from benchmarks.common.records import Record, Target, conclude, ratio
-from benchmarks.overhead import MODE, Overhead
-from remat.cli.rows import Row, row
+from benchmarks.overhead import BUDGET, KINDS, MODE, WARM, Overhead
+from remat.cli.rows import row
 
-PLAN = "budget=free"
 METRIC = "instructions per block over no remat"
 WORKER = "--worker"
 # Requests to valgrind are macros of its header, so two lines of C are compiled.
@@ -56,12 +55,12 @@ class Instructions:
     def run(self) -> list[Record]:
         counts = self.counted()
         return [
-            Record("instructions", MODE, name, METRIC, "thousands", (count - counts["none"]) / 1e3)
-            for name, count in counts.items()
+            Record("instructions", kind, name, METRIC, "thousands", (count - counts[kind, "none"]) / 1e3)
+            for (kind, name), count in counts.items()
         ]
 
-    def counted(self) -> dict[str, float]:
-        """Instructions of a step per block, by row: this file in a process of its own, under callgrind."""
+    def counted(self) -> dict[tuple[str, str], float]:
+        """Instructions of a step per block, by kind and row: a process of its own, under callgrind."""
         with tempfile.TemporaryDirectory() as folder:
             switches = compiled(Path(folder))
             tool = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
@@ -70,19 +69,9 @@ class Instructions:
             given = [str(switches), str(self.depth), str(self.width)]
             fixed = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
             subprocess.run([*tool, *worker, *given], check=True, env=fixed, stderr=subprocess.DEVNULL)
-            names = [row.name for row in self.overhead().rows()]
+            names = [(kind, row.name) for kind, row in Overhead().rows()]
             found = [total(Path(folder, f"out.{number}")) for number in range(1, len(names) + 1)]
         return {name: count / self.depth for name, count in zip(names, found, strict=True)}
-
-    def overhead(self) -> Overhead:
-        return WithPlan(depth=self.depth, width=self.width)
-
-
-class WithPlan(Overhead):
-    """With a plan that, as `save_matmuls`, runs no matmul again."""
-
-    def rows(self) -> list[Row]:
-        return [*super().rows(), row(PLAN)]
 
 
 def compiled(folder: Path) -> Path:
@@ -102,10 +91,11 @@ def worker(library: str, overhead: Overhead) -> None:
     """Runs under callgrind: a dump for each row, in their order."""
     torch.set_num_threads(1)
     valgrind = ctypes.CDLL(library)
-    steps: list[Callable[[], None]] = [overhead.step(row) for row in overhead.rows()]
-    for step in steps:
-        for _ in range(12):
-            step()
+    steps: list[Callable[[], None]] = []
+    for kind, one in overhead.rows():
+        steps.append(overhead.step(kind, one))
+        for _ in range(WARM[kind == "lengths"]):
+            steps[-1]()
     # A collection would count for the row that it falls on.
     gc.collect()
     gc.disable()
@@ -117,20 +107,22 @@ def worker(library: str, overhead: Overhead) -> None:
 
 
 def targets(records: list[Record]) -> list[Target]:
+    plans = ("save_matmuls", row(BUDGET).name)
     pairs = [
-        ("save_nothing", "torch_checkpoint", 0.9),
-        ("save_matmuls", "torch_sac", 0.45),
-        (row(PLAN).name, "save_matmuls", 1.1),
+        (MODE, "save_nothing", "torch_checkpoint", 0.9),
+        (MODE, "save_matmuls", "torch_sac", 0.45),
+        ("nn.apply", "save_nothing", "torch_checkpoint", 1.05),
+        *[(kind, name, "save_nothing", 1.15) for kind in (MODE, *KINDS) for name in plans],
     ]
     return [
-        Target(f"{ours} over {theirs}", ratio(records, MODE, ours, theirs), limit)
-        for ours, theirs, limit in pairs
+        Target(f"{kind}: {ours} over {theirs}", ratio(records, kind, ours, theirs), limit)
+        for kind, ours, theirs, limit in pairs
     ]
 
 
 if __name__ == "__main__":
     if WORKER in sys.argv:
         library, depth, width = sys.argv[2:]
-        worker(library, WithPlan(depth=int(depth), width=int(width)))
+        worker(library, Overhead(depth=int(depth), width=int(width)))
     else:
         raise SystemExit(tyro.cli(Instructions)())

@@ -118,22 +118,34 @@ def overheads(folder: Path) -> dict[str, float]:
     if not path.exists():
         return {}
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["metric"] == "overhead per block"]
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if (row["mode"], row["metric"]) == ("backward", "overhead per block")
+        ]
     return {row["policy"]: float(row["value"]) for row in rows}
 
 
-def counted(folder: Path) -> dict[str, float]:
-    """Thousands of instructions by row, from instructions.csv; empty where there is none."""
+def counted(folder: Path) -> dict[tuple[str, str], float]:
+    """Thousands of instructions by kind of blocks and row, from instructions.csv; empty without one."""
     path = folder / "instructions.csv"
     if not path.exists():
         return {}
     with path.open(newline="") as file:
-        return {row["policy"]: float(row["value"]) for row in csv.DictReader(file)}
+        return {(row["mode"], row["policy"]): float(row["value"]) for row in csv.DictReader(file)}
 
 
-def instructions(counts: dict[str, float]) -> str:
-    rows = [(tables.code(name), f"{count:,.0f}") for name, count in counts.items() if name != "none"]
-    return tables.table(("row", "thousand instructions a block, over no remat"), rows)
+def instructions(counts: dict[tuple[str, str], float]) -> str:
+    kinds, names = dict.fromkeys(kind for kind, _ in counts), dict.fromkeys(name for _, name in counts)
+    rows = [
+        (
+            tables.code(name),
+            *[f"{counts[kind, name]:,.0f}" if (kind, name) in counts else "" for kind in kinds],
+        )
+        for name in names
+        if name != "none"
+    ]
+    return tables.table(("row", *["modules" if kind == "backward" else kind for kind in kinds]), rows)
 
 
 def section(suite: Suite, results: Results | None, root: Path) -> str:

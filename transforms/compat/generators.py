@@ -51,16 +51,18 @@ class Cursor:
 
     __slots__ = ("start", "turns", "twister", "words")
 
-    def __init__(self, start: Start, words: bytes) -> None:
+    def __init__(self, start: Start, words: bytes, last: Cursor | None) -> None:
+        """`last`: one that nobody needs any more."""
         self.start, self.turns, self.words = weakref.ref(start), 0, words
-        self.twister: random.Random | None = None
+        self.twister = None if last is None else last.twister  # (a new one would seed itself)
 
     def turn(self, turns: int) -> bool:
         """Go on by so many turns; whether there were any."""
-        if turns and self.twister is None:
-            self.twister = random.Random(0)
-            self.twister.setstate((3, (*_WORDS.unpack(self.words), 624), None))
         if turns:
+            if not self.turns:
+                self.twister = self.twister or random.Random(0)
+                self.twister.setstate((3, (*_WORDS.unpack(self.words), 624), None))
+            assert self.twister is not None
             self.twister.getrandbits(32 * 624 * turns)
             self.turns, self.words = self.turns + turns, b""
         return bool(turns)
@@ -123,8 +125,7 @@ def state_of(generator: torch.Generator) -> Any:
         start = None if cursor is None else cursor.start()
         if cursor is None or start is None or not _reaches(cursor, words):
             start = Start(words, _seed_of(raw))
-            cursor = Cursor(start, words)
-            _runs.pop(id(generator), None)
+            cursor = Cursor(start, words, _runs.pop(id(generator), None))
             _runs[id(generator)] = cursor
             if len(_runs) > 8:
                 del _runs[next(iter(_runs))]
@@ -164,7 +165,7 @@ def _words_of(state: CompactState) -> bytes:
     if not _again or _again[0].start() is not state.start or _again[0].turns > state.turns:
         start = state.start
         words = start.words or _read(torch.Generator().manual_seed(start.seed or 0).get_state())[_FIRST:_END]
-        _again[:] = [Cursor(start, words)]
+        _again[:] = [Cursor(start, words, _again[0] if _again else None)]
     _again[0].turn(state.turns - _again[0].turns)
     return _again[0].now()
 
