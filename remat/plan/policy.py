@@ -15,7 +15,19 @@ from remat.plan.compared import candidates, compiler_keeps_no_more, ready
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plans import Following, Plan, carried, meet, met
-from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, in_doubt, least, solve
+from remat.plan.solve import (
+    INF,
+    Problem,
+    Solution,
+    Solved,
+    bound,
+    complete,
+    hull,
+    in_doubt,
+    least,
+    margin_of,
+    solve,
+)
 from remat.policies import Numbered, Policy, save_everything
 from remat.transforms import RematError
 from remat.transforms.closure import as_operands
@@ -23,7 +35,8 @@ from remat.transforms.compat import in_transform, is_tracing
 from remat.transforms.entry import under_hooks
 from remat.transforms.joint import planned_for
 
-# Torch's planner takes seconds to import and to run: not asked where it could not do better than this.
+# Torch's planner takes seconds to import and to run: not asked where less than this share of a step could be
+# gained.
 _PROVEN = 1e-3
 # Torch is asked for plans that keep these shares; a peak may be met by one of them only.
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
@@ -205,7 +218,7 @@ def _rivals(
 def _solved(graph: Graph, problem: Problem, budget: int, time_limit: float) -> Solved:
     """Our best plan, none of a ready policy being better; where it is not proven, torch's compete too."""
     solved = solve(problem, budget, time_limit=time_limit, candidates=ready(graph, problem))
-    if solved.gap <= _PROVEN:
+    if solved.solution.cost - solved.lower_bound <= margin_of(problem, _PROVEN):
         return solved
     again = solve(problem, budget, exact=False, candidates=candidates(graph, budget))
     if again.solution.cost >= solved.solution.cost:

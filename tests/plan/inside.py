@@ -37,13 +37,12 @@ from remat.plan.layout.trace import traced  # blocks as a layout sees them
 from remat.plan.peak import highest_within, profile, step_peak  # simulated peaks
 from remat.plan.plans.followed import Bound, _passed_over  # plans bound to calls
 from remat.plan.policy import plan_graph  # a plan of a graph
-from remat.plan.solve import choices, knapsack, milp  # solvers, by themselves
+from remat.plan.solve import knapsack, milp  # solvers, by themselves
 from remat.plan.solve import reduce as reductions
 from remat.plan.solve.choices import States  # solvers, by themselves
 from remat.plan.solve.host import front, place  # solvers, by themselves
 from remat.plan.solve.hull import bound, hull  # solvers, by themselves
 from remat.plan.solve.knapsack import pack  # solvers, by themselves
-from remat.plan.solve.parts import solve_parts  # solvers, by themselves
 from remat.plan.solve.portfolio import least, solve  # solvers, by themselves
 from remat.plan.solve.problem import INF, Problem, complete, keep_all  # problems of numbers, for brute force
 from remat.plan.solve.reduce import contract, reduce  # solvers, by themselves

@@ -210,7 +210,6 @@ def test_a_share_below_the_least_warns_and_plans_the_least():
 
 def test_without_scipy_the_fallback_states_its_gap(monkeypatch):
     monkeypatch.setattr("remat.plan.solve.milp.available", lambda: False)
-    monkeypatch.setattr("remat.plan.solve.choices._STATES", 0)
     plan = BudgetPolicy(0.55).plan(GPTBlock(32, 4), torch.randn(2, 8, 32))
     assert plan.solver in ("hull", "fill") and plan.kept_bytes <= plan.budget
     assert plan.lower_bound <= plan.cost and "gap" in str(plan)

@@ -34,7 +34,6 @@ def test_a_better_plan_of_torch_is_taken_and_named(monkeypatch):
     best = BudgetPolicy(0.45, "flops").plan(block, x)
     inputs = set(range(len(graph.ops), len(graph.problem(Flops()).size)))
     monkeypatch.setattr("remat.plan.solve.milp.available", lambda: False)
-    monkeypatch.setattr("remat.plan.solve.choices._STATES", 0)
     hulls = policy.plan_graph(graph, BudgetPolicy(0.45, "flops"), "block")
     assert hulls.cost > best.cost and hulls.gap > 1e-3
     monkeypatch.setattr(policy, "candidates", lambda *_: [("torch (budget 0.45)", {*best.saved, *inputs})])

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from remat.plan.solve.problem import INF, Problem
 
-# More states between two ops, or more choices, than this are given up: the part is too tangled.
+# More states between two ops than this are given up: the part is too tangled.
 _STATES = 256
-_CHOICES = 20_000
 
 Point = TypeVar("Point", bound="tuple[int, int, *tuple[object, ...]]")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Values of the part to keep, with their bytes and the price of it all."""
-
-    bytes: int
-    cost: int
-    kept: tuple[int, ...]
 
 
 # From a state to the next one: that state, bytes, price, and the values kept.
@@ -103,32 +92,6 @@ class States:
                     before[state] = min(ways)
             found.append(before)
         return found[::-1]
-
-    def choices(self, price: int, byte: int, allowance: int) -> list[Choice] | None:
-        """The choices that no other beats in bytes and price both, from the fewest bytes to the lowest price.
-
-        Those whose `price * cost + byte * bytes` is further than `allowance` above the least are left out.
-        None where there are too many.
-        """
-        assert self.table is not None
-        ahead = self.least(price, byte)
-        if 0 not in ahead[0]:
-            return []
-        top = ahead[0][0] + allowance
-        fronts: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {0: [(0, 0, ())]}
-        for here, after in zip(self.table, ahead[1:], strict=True):
-            following: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {}
-            for state, front in fronts.items():
-                for further, size, cost, kept in here[state]:
-                    if further in after:
-                        limit = top - after[further] - price * cost - byte * size
-                        near = (point for point in front if price * point[1] + byte * point[0] <= limit)
-                        more = ((b + size, c + cost, k + kept) for b, c, k in near)
-                        following.setdefault(further, []).extend(more)
-            fronts = {state: undominated(front) for state, front in following.items()}
-            if sum(map(len, fronts.values())) > _CHOICES:
-                return None
-        return [Choice(*point) for point in fronts.get(0, [])]
 
 
 def undominated(points: Sequence[Point]) -> list[Point]:

@@ -10,7 +10,7 @@
 A region's window is what its link copies out behind the forward of the next region, and in again behind that
 region's backward. What is within it takes no time. Given the windows regions share nothing but the budget. So
 each kind of region is solved once, for all bytes at a time: the choices that no other beats in bytes on the
-device and price. Then one choice of each region is packed, with a proven bound, as in `parts`.
+device and price. Then one choice of each region is packed, with a proven bound.
 """
 
 from __future__ import annotations

@@ -45,23 +45,15 @@ def _stray_output() -> Iterator[None]:
         os.close(kept)
 
 
-def better(one: Exact, other: Exact) -> Exact:
-    """The cheaper solution of two, the first where they are alike, and the higher bound."""
-    floor = max(one.lower_bound, other.lower_bound)
-    if one.solution is None or (other.solution is not None and other.solution.cost < one.solution.cost):
-        return Exact(other.solution, floor)
-    return Exact(one.solution, floor)
-
-
 def solve_exactly(
     problem: Problem,
     budget: float,
     *,
-    time_limit: float = 0.5,
+    nodes: int = 1000,
     gap: float = 1e-3,
     ceiling: float = INF,
 ) -> Exact:
-    """Least price within `budget` bytes, by one run of HiGHS.
+    """Least price within `budget` bytes, by one run of HiGHS that looks at so many nodes at most.
 
     Only the keep decisions are integers: with those fixed, what remains is totally unimodular. `ceiling` is
     the price of a plan in hand, where there is one: ops that alone cost more cannot be part of a better one.
@@ -87,7 +79,7 @@ def solve_exactly(
             integrality=whole,
             bounds=Bounds(floors, top),
             constraints=LinearConstraint(matrix, least, numpy.inf),
-            options={"time_limit": max(time_limit, 0.01), "mip_rel_gap": gap, "presolve": True},
+            options={"node_limit": nodes, "mip_rel_gap": gap, "presolve": True},
         )
     # Without integer columns HiGHS solves an LP and reports no MIP bound: its optimum is the bound.
     proved = result.fun if result.mip_dual_bound is None and result.status == 0 else result.mip_dual_bound

@@ -1,20 +1,25 @@
-"""The portfolio: exact where SciPy is there, hull and fill where not, never worse than a given plan."""
+"""The search: HiGHS where SciPy is there, hull and fill where not, never worse than a given plan."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from remat.plan.solve import milp
 from remat.plan.solve.hull import bound, hull
-from remat.plan.solve.parts import solve_parts
 from remat.plan.solve.problem import INF, Problem, Solution, complete, keep_all
 from remat.plan.solve.reduce import contract
+from remat.plan.solve.split import split
 from remat.transforms import RematError
 
-# Partial solutions that the search part by part looks at in a second.
-_LABELS = 1e6
+# Nodes that HiGHS looks at in a second, roughly. And a plan so much cheaper than the one in hand is looked
+# for again: beside prices like that one's, HiGHS's absolute tolerances hide what it costs.
+_NODES, _FAR = 1000, 0.1
+# What share of a step's time is not worth a search, and at most what share of a plan's price.
+_SHARE, _MOST, _GAP = 2e-4, 0.01, 1e-3
+# How many ops are tried that need not run again.
+_TRIES = 64
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ def solve(
     budget: float,
     *,
     time_limit: float = 0.5,
-    gap: float = 1e-3,
+    gap: float | None = None,
     exact: bool = True,
     candidates: Sequence[tuple[str, Iterable[int]]] = (),
 ) -> Solved:
@@ -57,10 +62,11 @@ def solve(
     Args:
         problem: what may be kept and run again.
         budget: bytes that may be kept.
-        time_limit: seconds for the exact search, roughly; when it runs out, the gap says what is proven.
-        gap: relative gap at which the exact solver may stop.
-        exact: look for the optimum; without, the hull and what fills it up are all there is. Parts that are
-            too tangled for their own search are left to SciPy's solver, where SciPy is installed.
+        time_limit: seconds for the exact search, roughly; when it runs out, the gap says what is proven. It
+            is counted in nodes, so that a plan does not depend on how busy the machine is.
+        gap: relative gap at which the exact solver may stop; None for 1e-3, or what is 2e-4 of a step.
+        exact: look for the optimum, where SciPy is installed; without, the hull and what fills it up are all
+            there is.
         candidates: saved sets of other planners by name: the result is never worse than any that fits.
 
     Raises:
@@ -77,13 +83,19 @@ def solve(
     floor = 0.0
     if not found or found[0][1].cost > 0:
         smaller = contract(problem)
-        search = _Search(smaller.problem, budget, start, time_limit, gap)
-        ceiling = min((s.cost for _, s in (*found, *rivals)), default=INF)
-        for name, solution in search.run(exact, ceiling):
-            whole = complete(problem, smaller.original(solution.saved))
-            assert whole is not None
-            found.append((name, whole))
-        floor = search.floor
+        corners = hull(smaller.problem, around=budget)
+        check_feasible(corners, budget)
+        floor = bound(corners, budget)
+        own = [("hull", max((c for c in corners if c.bytes <= budget), key=lambda c: c.bytes))]
+        ceiling = min(s.cost for _, s in (*own, *found, *rivals))
+        if ceiling > floor and exact and milp.available():
+            best = _optimum(smaller.problem, budget, time_limit, ceiling, gap)
+            floor = max(floor, best.lower_bound)
+            own += [("exact", best.solution)] if best.solution is not None else []
+        elif ceiling > floor:
+            own.append(("fill", fill(smaller.problem, corners, budget)))
+        name, small = min(own, key=lambda pair: pair[1].cost)
+        found.append((name, smaller.whole(problem, _tidied(smaller.problem, small, budget))))
     name, best = min([*found, *rivals], key=lambda pair: (pair[1].cost, pair[1].bytes))
     return Solved(best, min(floor, best.cost), name, time.perf_counter() - start)
 
@@ -107,70 +119,45 @@ def margin_of(problem: Problem, accuracy: float) -> float:
     return 3 * accuracy * sum(cost for cost in problem.cost if cost < INF)
 
 
-class _Search:
-    """Hull, part by part, the whole program: in that order, until the proof is there."""
+def _optimum(
+    problem: Problem,
+    budget: float,
+    time_limit: float,
+    ceiling: float,
+    gap: float | None,
+) -> milp.Exact:
+    """The optimum below `ceiling`, the price of a plan in hand; one that is far below is looked for again."""
+    nodes, step = int(_NODES * time_limit) + 1, margin_of(problem, 1.0)
+    best = milp.Exact(None, 0.0)
+    while True:
+        near = max(_GAP, min(_SHARE * step / ceiling, _MOST)) if gap is None else gap
+        found = milp.solve_exactly(problem, budget, nodes=nodes, gap=near, ceiling=ceiling)
+        floor = max(best.lower_bound, min(found.lower_bound, ceiling))
+        if found.solution is None or found.solution.cost >= ceiling:
+            return milp.Exact(best.solution, floor)
+        best = milp.Exact(found.solution, floor)
+        if not 0 < found.solution.cost < ceiling * _FAR:
+            return best
+        ceiling = found.solution.cost
 
-    def __init__(self, problem: Problem, budget: float, start: float, limit: float, gap: float) -> None:
-        self.problem, self.budget, self.gap = problem, budget, gap
-        self.end, self.labels = start + limit, limit * _LABELS
-        self.floor = 0.0
-        self.found: list[tuple[str, Solution]] = []
 
-    def run(self, exact: bool, ceiling: float) -> list[tuple[str, Solution]]:
-        """All solutions found, by the name of what found them; `floor` is the bound.
-
-        `ceiling` is the price of a plan in hand: ops that alone cost more need not be looked at.
-        """
-        corners = hull(self.problem, around=self.budget)
-        check_feasible(corners, self.budget)
-        self.floor = bound(corners, self.budget)
-        inside = max((c for c in corners if c.bytes <= self.budget), key=lambda c: c.bytes)
-        self.found.append(("hull", inside))
-        ceiling = min(ceiling, inside.cost)
-        if exact and ceiling > self.floor:
-            self._by_parts(corners, ceiling)
-        if exact and milp.available() and not self._proved(ceiling):
-            self._exactly(min(ceiling, *(s.cost for _, s in self.found)))
-        if min(ceiling, *(s.cost for _, s in self.found)) > self.floor and len(self.found) == 1:
-            self.found.append(("fill", fill(self.problem, corners, self.budget)))
-        return self.found
-
-    def _proved(self, ceiling: float) -> bool:
-        return self.floor >= min(ceiling, *(s.cost for _, s in self.found)) * (1 - self.gap)
-
-    def _by_parts(self, corners: list[Solution], ceiling: float) -> None:
-        result = solve_parts(
-            self.problem, self.budget, corners, ceiling=ceiling, gap=self.gap, labels=self.labels
-        )
-        if result is None:
-            return
-        self._take(result.solution, min(result.lower_bound, ceiling))
-        if result.solution is not None and (lighter := self._lighter(result.solution)) is not None:
-            self.found.append(("exact", lighter))
-
-    def _lighter(self, best: Solution) -> Solution | None:
-        """The same choice of dear ops with fewer of the cheap ones, whose prices are lost in the gap."""
-        problem, cost = self.problem, self.problem.cost
-        light = self.gap * best.cost / max(len(best.replayed), 1)
-        if not any(0 < cost[o] <= light for o in best.replayed):
-            return None
-        settled = tuple(c if c <= light else 0.0 if o in best.replayed else INF for o, c in enumerate(cost))
-        smaller = contract(replace(problem, cost=settled))
-        corners = hull(smaller.problem, around=self.budget)
-        found = solve_parts(smaller.problem, self.budget, corners, gap=self.gap, labels=self.labels)
-        if found is None or found.solution is None:
-            return None
-        return complete(problem, smaller.original(found.solution.saved))
-
-    def _take(self, solution: Solution | None, bound: float) -> None:
-        self.floor = max(self.floor, bound)
-        if solution is not None:
-            self.found.append(("exact", solution))
-
-    def _exactly(self, ceiling: float) -> None:
-        left = max(self.end - time.perf_counter(), 0.02)
-        result = milp.solve_exactly(self.problem, self.budget, time_limit=left, gap=self.gap, ceiling=ceiling)
-        self._take(result.solution, min(result.lower_bound, ceiling))
+def _tidied(problem: Problem, solution: Solution, budget: float) -> Solution:
+    """A solution as good, where of equal parts the later ones keep more, for they keep it for less long; and
+    what there is room for is not run again, though its price is lost in the gap."""
+    saved = set[int]()
+    for part in split(problem):
+        kept = [tuple(k for k, v in enumerate(place) if v in solution.saved) for place in part.places]
+        kept.sort(key=lambda values: (sum(part.problem.size[k] for k in values), values))
+        for place, values in zip(sorted(part.places), kept, strict=True):
+            saved.update(place[k] for k in values)
+    best = complete(problem, saved) or solution
+    more = [v for o in best.replayed for v in problem.outputs[o] if problem.size[v] <= budget - best.bytes]
+    more.sort(key=lambda v: (-problem.cost[problem.producer[v]] / max(problem.size[v], 1), v))
+    for value in more[:_TRIES]:
+        other = complete(problem, best.saved | {value})
+        if other is not None and other.bytes <= budget and other.cost < best.cost:
+            best = other
+    return best
 
 
 def check_feasible(corners: list[Solution], budget: float) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from remat.plan.solve.problem import INF, Problem
+from remat.plan.solve.problem import INF, Problem, Solution, complete
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,12 @@ class Reduced:
     def original(self, saved: Iterable[int]) -> frozenset[int]:
         """A saved set of the smaller problem in the original's numbers."""
         return frozenset(self.values[v] for v in saved)
+
+    def whole(self, problem: Problem, solution: Solution) -> Solution:
+        """A solution of the smaller problem as one of the original."""
+        found = complete(problem, self.original(solution.saved))
+        assert found is not None
+        return found
 
 
 def reduce(problem: Problem) -> Reduced:
@@ -100,7 +106,7 @@ def contract(problem: Problem) -> Reduced:
     smaller problem, but one that is as cheap and as small.
 
     Example:
-        >>> from remat.plan.solve.problem import INF, Problem
+        >>> from remat.plan.solve.problem import INF, Problem, Solution, complete
         >>> # An input of 8 bytes, a copy of it, and an op that needs the copy.
         >>> reads, size = ((), (0,), (1,)), (8.0, 8.0, 2.0)
         >>> whole = Problem((INF, 0.0, 5.0), reads, (0, 1, 2), size, need=frozenset({0, 2}))
