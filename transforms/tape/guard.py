@@ -78,10 +78,10 @@ class GuardMode(Recorder):
 
     # In slots, as Python looks them up faster than so many entries of a dict.
     __slots__ = (
-        "_entered", "_kept_in", "_keys", "_memory", "_table", "_writes", "alive", "at", "casts", "checks", "decisions", "digest",
-        "expected", "expected_kept", "held", "keeps_decisions", "kept", "kept_bytes", "leaving",
-        "make_selector", "moved", "named", "outer", "outside", "packs", "random", "selector", "shown",
-        "sizes", "snapshots", "tape", "there",
+        "_entered", "_kept_in", "_keys", "_memory", "_table", "_writes", "alive", "at", "casts",
+        "checks", "decisions", "digest", "expected", "expected_kept", "held", "keeps_decisions", "kept",
+        "kept_bytes", "leaving", "make_selector", "moved", "named", "outer", "outside", "packs",
+        "random", "selector", "shown", "sizes", "snapshots", "tape", "there",
     )  # fmt: skip
 
     def __init__(
