@@ -21,7 +21,7 @@ from benchmarks.common.measures import python_calls
 from benchmarks.common.models import named
 from benchmarks.common.peers import peer
 from remat.gpu.compile import trace
-from remat.transforms.compat.gpu import lowered
+from remat.gpu.inductor import lowered
 
 # Parts, by a piece of the file's path; the first that fits counts.
 PARTS = {

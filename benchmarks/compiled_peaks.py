@@ -25,7 +25,7 @@ from benchmarks.common.steps import backward
 from benchmarks.fit_peaks import tabulate
 from remat.cli.measure import trace_memory
 from remat.gpu import Simulation, trace
-from remat.transforms.compat.gpu import lowered
+from remat.gpu.inductor import lowered
 
 CSV = RESULTS / "compiled_peaks.csv"
 FIELDS = ("model", "policy", "predicted", "measured", "error", "kept", "kept_measured", "seconds")

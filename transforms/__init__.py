@@ -12,8 +12,11 @@ from remat.transforms.caches import (
     registered,  # the objects that `register` gave numbers, by these
 )
 from remat.transforms.context import (
+    ADDRESSES,  # torch functions that go to memory by its address
     active,  # what is going on in this thread
+    of_a_look,  # mark the second of two saved-tensor hooks by which a look at a function sees what is saved
     on_wrappers,  # whether an op is one on wrappers of torch.distributed
+    quiet,  # run an op of the engine's own, which no recording counts
     recordings,  # the recordings in progress on this thread, outermost first
 )
 from remat.transforms.errors import (
@@ -37,6 +40,7 @@ from remat.transforms.grad import (
 )
 from remat.transforms.objects import (
     MISSING,  # what a slot holds that holds nothing
+    ON_HEAP,  # the flag of a class that a `class` statement has made
     attributes,  # the attributes that an object has of its own
     blank,  # an instance that no constructor has seen
     container_of,  # the built-in container that an object's class is, or derives from
@@ -58,12 +62,20 @@ from remat.transforms.objects import (
     unannounced,  # make a mixin whose subclasses users' classes do not hear of
 )
 from remat.transforms.ops import (
+    Decisions,  # follows the ops of a forward, and tells which of them decide
     draws,  # whether this call of a random op really draws numbers
+    is_cast_of_leaf,  # whether an op is a cast that autocast may have in its cache
     lies,  # what of a tensor's strides decides which ops run, and how their results lie
+    memory_of,  # the storage object of a tensor, which lives as long as its memory
     metadata,  # the results of an op with their tensors replaced by their metadata
+    metas,  # the metadata of the tensors among an op's results
+    span,  # how many elements of memory lie between the first and the last one of a tensor
     targets,  # the tensors that a call writes to
     tensors_in,  # the tensors among the arguments or results of an op
     traits,  # the traits of `op`, from a table filled as ops are met
+)
+from remat.transforms.placeholders import (
+    Meta,  # shape, strides, dtype and device of a tensor
 )
 from remat.transforms.pytree import (
     flatten,  # leaves and structure of `tree` by torch's registry
@@ -77,6 +89,7 @@ from remat.transforms.pytree import (
     unflatten,  # the tree of structure `spec` with these leaves
 )
 from remat.transforms.sharded import (
+    Wrapper,  # what a wrapper of torch.distributed is, without its tensors
     local_tensors,  # the tensors of this process behind some, wrappers taken apart
     placements_of,  # how a tensor lies on its mesh
     wraps,  # whether a tensor is a wrapper of torch.distributed

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from benchmarks.planner.compiled import compiled_problem
 from remat.plan.graph.costs import CostModel, flops_of
+from remat.plan.joint import Joint, Op
 from remat.plan.solve import Problem, bound, hull
-from remat.transforms.joint import Joint, Op
 
 # How many ops are looked at in each of this many stretches of the backward: those with the most bytes.
 _LOOKS, _STRETCHES = 4, 16

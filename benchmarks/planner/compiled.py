@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from remat.plan.graph import CostModel, is_view
+from remat.plan.joint import Joint
 from remat.plan.solve import INF, Problem
 from remat.transforms import draws, traits
-from remat.transforms.joint import Joint
 
 
 @dataclass(frozen=True)

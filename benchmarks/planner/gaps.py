@@ -32,8 +32,8 @@ from remat import register_op
 from remat.plan import Flops, Roofline
 from remat.plan.compared import SOLVERS, TorchPlan, torch_plan
 from remat.plan.graph import Graph
+from remat.plan.joint import Joint
 from remat.plan.solve import Problem, Solved, complete, keep_all, least, solve
-from remat.transforms.joint import Joint
 
 Offer = Sequence[tuple[str, Iterable[int]]]
 COLUMNS: Sequence[str] = (

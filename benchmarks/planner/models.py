@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from remat.plan.joint import Joint, record
 from remat.transforms.compat import fake_mode
-from remat.transforms.joint import Joint, record
 
 Attention = Callable[..., torch.Tensor]
 

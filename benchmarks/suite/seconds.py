@@ -16,7 +16,7 @@ from benchmarks.suite.panel import compiled_step, problem_of
 from remat.cli.steps import unmarked
 from remat.plan import plan_model
 from remat.plan.compared import torch_plan
-from remat.transforms.joint import record
+from remat.plan.joint import record
 
 
 def each(

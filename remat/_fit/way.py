@@ -30,9 +30,9 @@ from remat.plan import (
     ran_step_of,
     step_of,
 )
+from remat.plan.joint import NotOnFakes
 from remat.policies import Policy, policy_given, save_nothing, several_given
 from remat.transforms import RematError, tree_leaves
-from remat.transforms.joint import NotOnFakes
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from remat._core import DEVICES, Device
+from remat.gpu.inductor import Chip
 from remat.transforms import RematError
-from remat.transforms.compat.gpu import Chip
 
 # Compute capability, multiprocessors, and shared memory of a block, by NVIDIA's tables.
 _CHIPS = {

@@ -15,12 +15,7 @@ import torch
 from remat._core import Device, isolating, known_flops
 from remat.debug import Recomputed, RegionNodes, regions_in, uncompiled
 from remat.gpu.cards import card
-from remat.gpu.rates import seconds_of
-from remat.gpu.report import GpuGraph, GpuReport, Kernel
-from remat.transforms import RematError, flatten, is_tensor, leaves_behind, map_only, tree_leaves
-from remat.transforms.closure import Bindings, reached
-from remat.transforms.compat import dynamo_errors, is_fake
-from remat.transforms.compat.gpu import (
+from remat.gpu.inductor import (
     Block,
     Chip,
     Execution,
@@ -38,8 +33,13 @@ from remat.transforms.compat.gpu import (
     traced,
     triton_wanted,
 )
+from remat.gpu.rates import seconds_of
+from remat.gpu.report import GpuGraph, GpuReport, Kernel
+from remat.plan.joint import gpu_workspace
+from remat.transforms import RematError, flatten, is_tensor, leaves_behind, map_only, tree_leaves
+from remat.transforms.closure import Bindings, reached
+from remat.transforms.compat import dynamo_errors, is_fake
 from remat.transforms.compiled import RECOMPUTED
-from remat.transforms.joint import gpu_workspace
 from remat.transforms.scan.traced import KERNELS, living_with
 from remat.transforms.state import isolated
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from remat._core import Device, causal_share
+from remat.gpu.inductor import Hollow, Launch
+from remat.plan.joint import CONVOLUTION_BACKWARD, turned_bytes
 from remat.transforms import tree_leaves
-from remat.transforms.compat.gpu import Hollow, Launch
-from remat.transforms.joint import CONVOLUTION_BACKWARD, turned_bytes
 
 # A sum of `n` products in a matrix product takes as long as one of so many more: kernels begin and end. At
 # 4096 that is 760 TFLOP/s for the 600 of `Device.half`, at 1024 it is 660.

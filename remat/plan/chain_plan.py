@@ -21,12 +21,12 @@ from remat.plan.budget import check_peak
 from remat.plan.calls import looked
 from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
+from remat.plan.joint import on_fakes, record
 from remat.plan.plans import Following, Plan
 from remat.plan.solve import Problem, Solved, complete
 from remat.policies import Numbered, Policy, save_nothing
 from remat.transforms import RematError
 from remat.transforms.compat import is_tracing
-from remat.transforms.joint import on_fakes, record
 
 Stages = Sequence[Callable[..., Any]]
 

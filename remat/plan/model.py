@@ -16,6 +16,7 @@ from remat.plan.calls import Regions, graph_of, looking
 from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.joined import OverLink, over_link
+from remat.plan.joint import NotOnFakes, on_fakes, planned_for
 from remat.plan.layout import Layout, MeshPlan, plan_mesh
 from remat.plan.peak import OutOfReach, Profile, highest_within, profile, step_peak
 from remat.plan.plans import ModelPlan, Plan, handling, speed_of
@@ -34,7 +35,6 @@ from remat.plan.solve import (
 )
 from remat.policies import Policy
 from remat.transforms import RematError
-from remat.transforms.joint import NotOnFakes, on_fakes, planned_for
 
 
 @overload

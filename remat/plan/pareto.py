@@ -15,11 +15,11 @@ from remat._region import name_of_region
 from remat.plan.calls import looked
 from remat.plan.compared import READY, SOLVERS, beaten_by, measured, ready, torch_plan
 from remat.plan.graph import CostModel, Graph, cost_model
+from remat.plan.joint import record
 from remat.plan.plans import Plan
 from remat.plan.solve import Problem, Solution, bound, complete, hull, solve
 from remat.policies import Policy
 from remat.transforms import RematError
-from remat.transforms.joint import record
 
 
 @dataclass(frozen=True)

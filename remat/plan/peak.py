@@ -17,9 +17,9 @@ from typing import TypeVar
 import torch
 
 from remat.plan.graph import Graph, workspace
+from remat.plan.joint import Joint, Op, Ref
 from remat.plan.solve import Solution
 from remat.transforms import RematError, traits
-from remat.transforms.joint import Joint, Op, Ref
 
 T = TypeVar("T")
 _aten = torch.ops.aten

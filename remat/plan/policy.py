@@ -13,6 +13,7 @@ from remat.plan.calls import Trust, graph_of, paths_of, trust_in
 from remat.plan.chain import frontier
 from remat.plan.compared import candidates, compiler_keeps_no_more, ready
 from remat.plan.graph import CostModel, Graph, cost_model
+from remat.plan.joint import planned_for
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plans import Following, Plan, carried, meet, met
 from remat.plan.solve import (
@@ -33,7 +34,6 @@ from remat.transforms import RematError
 from remat.transforms.closure import as_operands
 from remat.transforms.compat import in_transform, is_tracing
 from remat.transforms.entry import under_hooks
-from remat.transforms.joint import planned_for
 
 # Torch's planner takes seconds to import and to run: not asked where less than this share of a step could be
 # gained.

@@ -19,10 +19,10 @@ from remat._inspect import looked_at
 from remat.plan.calls import Met, RanRegions, Regions, looked
 from remat.plan.chain import Choice, Measure, Stage
 from remat.plan.graph import CostModel, Graph, workspace
+from remat.plan.joint import Hole, Joint, planned_for, record, record_run
 from remat.plan.peak import gradients_left, held_throughout, node_ends, written_over
 from remat.policies import Policy
 from remat.transforms import RematError
-from remat.transforms.joint import Hole, Joint, planned_for, record, record_run
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from remat._blocks import listed  # which modules are blocks
 from remat._core import DEVICES  # speeds of cards
 from remat._core.flops import known_flops  # FLOPs of an op that runs
 from remat._fit import held_by  # what lives throughout a step
+from remat.gpu.inductor.trace import attention_of_gpus  # attention as cards run it
 from remat.plan import policy  # a plan of a graph
 from remat.plan.calls import cache, graph_of, trusted  # the graph of a call
 from remat.plan.calls.keys import call_key  # by what calls are told apart
@@ -28,6 +29,7 @@ from remat.plan.graph.speeds import rate_at  # probes of this machine
 from remat.plan.graph.stopwatch import best_seconds  # the stopwatch
 from remat.plan.graph.traffic import traffic  # bytes that an op moves
 from remat.plan.joined import over_link  # plans over a link
+from remat.plan.joint import learned, planned_for, record  # forward and backward as one graph
 from remat.plan.layout.knapsack import Repeated, added, single  # sums, for brute force
 from remat.plan.layout.links import Linked  # prices between ranks
 from remat.plan.layout.local import local_program  # the program of one rank
@@ -48,7 +50,5 @@ from remat.plan.solve.problem import INF, Problem, complete, keep_all  # problem
 from remat.plan.solve.reduce import contract, reduce  # solvers, by themselves
 from remat.plan.solve.split import split  # solvers, by themselves
 from remat.transforms import BoundedCache, registered  # caches that are bounded
-from remat.transforms.compat.gpu.trace import attention_of_gpus  # attention as cards run it
 from remat.transforms.compat.modes import fake_mode  # full-size blocks without memory
-from remat.transforms.joint import learned, planned_for, record  # forward and backward as one graph
 from remat.transforms.tape.observers import listen  # what regions keep, as they keep it

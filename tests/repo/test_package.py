@@ -139,7 +139,7 @@ def test_the_face_shows_what_is_meant_and_no_more() -> None:
 
 
 LATER = ("remat.plan", "remat.cli", "remat.debug", "remat.interop", "remat.nn", "remat._inspect.report")
-LATER += ("remat.transforms.joint", "scipy", "networkx", "rich", "tyro", "matplotlib", "jax", "transformers")
+LATER += ("scipy", "networkx", "rich", "tyro", "matplotlib", "jax", "transformers")
 
 
 def test_planner_and_reports_are_loaded_when_they_are_used() -> None:

@@ -19,8 +19,8 @@ from remat.cli.options import StepOptions
 from remat.cli.rows import NONE, parse
 from remat.cli.target import load
 from remat.gpu import GpuReport, compile_for
+from remat.gpu.inductor import fakes
 from remat.policies import Policy, save_everything
-from remat.transforms.compat.gpu import fakes
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,7 @@ from remat.cli.options import DTYPES, ModelOptions
 from remat.cli.rows import Row, rows
 from remat.cli.steps import Mode, make_step
 from remat.gpu import CARDS, GpuReport, compile_for
-from remat.transforms.compat.gpu import fakes
+from remat.gpu.inductor import fakes
 
 
 @dataclass(kw_only=True)

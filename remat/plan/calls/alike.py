@@ -14,10 +14,10 @@ from remat.plan.calls.cache import graph_of, remember
 from remat.plan.calls.keys import alike, alike_key
 from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph
+from remat.plan.joint import Hole, Shell, left_out, record, shell_of, tensors_given
 from remat.policies import Policy
 from remat.transforms import BoundedCache, is_tensor
 from remat.transforms.compat import in_transform
-from remat.transforms.joint import Hole, Shell, left_out, record, shell_of, tensors_given
 
 # A number that counts layers is taken for that after so many of them; later ones are looked at ever less.
 _SURE = 8

@@ -12,11 +12,7 @@ from remat.plan.calls.keys import Loose, call_key
 from remat.plan.calls.looking import Reach, looked
 from remat.plan.calls.trusted import Trust, trust_nobody
 from remat.plan.graph import Graph
-from remat.transforms import BoundedCache, Key, flatten, is_tensor
-from remat.transforms.closure import swapping
-from remat.transforms.compat import in_transform, is_hook_refusal, is_tracing
-from remat.transforms.entry import under_hooks
-from remat.transforms.joint import (
+from remat.plan.joint import (
     NotOnFakes,
     Peeled,
     captured_at_levels,
@@ -25,6 +21,10 @@ from remat.transforms.joint import (
     record,
     record_peeled,
 )
+from remat.transforms import BoundedCache, Key, flatten, is_tensor
+from remat.transforms.closure import swapping
+from remat.transforms.compat import in_transform, is_hook_refusal, is_tracing
+from remat.transforms.entry import under_hooks
 from remat.transforms.tape import Tape
 
 # A graph of a block has some hundred ops and holds no tensor, so that these are a few megabytes. Each

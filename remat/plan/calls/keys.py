@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from remat.plan.joint import target_kind
 from remat.transforms import (
     Identity,
     Key,
@@ -35,7 +36,6 @@ from remat.transforms import (
     slots,
 )
 from remat.transforms.compat import is_fake
-from remat.transforms.joint import target_kind
 
 _PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), type(...)))
 _BY_VALUE = (torch.dtype, torch.device, torch.layout, torch.memory_format)

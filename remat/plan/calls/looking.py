@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from remat._core import Reach, isolating
+from remat.plan.joint import NotOnFakes
 from remat.transforms import RematError
 from remat.transforms.compat import (
     fakes_watched,
@@ -22,7 +23,6 @@ from remat.transforms.compat import (
     is_hook_refusal,
     outside_all_modes,
 )
-from remat.transforms.joint import NotOnFakes
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ import torch
 from remat._forced import standing_for
 from remat.plan.calls.alike import Met
 from remat.plan.graph import Graph
+from remat.plan.joint import Apart, Joint
 from remat.policies import Policy
 from remat.transforms.compat import in_transform
-from remat.transforms.joint import Apart, Joint
 
 
 @dataclass

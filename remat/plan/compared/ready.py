@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from remat._core import Decision, OpInfo, TensorMeta
 from remat.plan.graph import Graph
+from remat.plan.joint import Joint, Op, Ref
 from remat.plan.solve import INF, Problem
 from remat.policies import (
     Policy,
@@ -16,7 +17,6 @@ from remat.policies import (
     save_unbatched_matmuls,
 )
 from remat.transforms import map_only
-from remat.transforms.joint import Joint, Op, Ref
 
 READY: dict[str, Policy] = {
     "save_nothing": save_nothing,

@@ -21,8 +21,8 @@ from remat._core import DEVICES
 from remat.plan.graph.flops import UNKNOWN_FLOPS_PER_BYTE, bytes_sent, flops_of
 from remat.plan.graph.roofline import Roofline
 from remat.plan.graph.traffic import traffic
+from remat.plan.joint import Joint, Op
 from remat.transforms import RematError
-from remat.transforms.joint import Joint, Op
 
 # Below any matmul's price, above nothing: among plans of equal FLOPs the one that moves fewer bytes.
 _FLOPS_PER_BYTE_MOVED = 1e-3

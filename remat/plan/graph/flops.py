@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from remat._core import is_light, known_flops, op_name, warn_user
 from remat.plan.graph.traffic import is_view
+from remat.plan.joint import Joint, Op, Ref, Value
 from remat.policies import kind_of
 from remat.transforms import BoundedCache, map_only, traits
-from remat.transforms.joint import Joint, Op, Ref, Value
 
 # An op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
 UNKNOWN_FLOPS_PER_BYTE = 1024

@@ -10,9 +10,9 @@ from typing import Any
 from remat.plan.graph.costs import CostModel
 from remat.plan.graph.flops import flops_of, is_heavy
 from remat.plan.graph.traffic import is_view
+from remat.plan.joint import Joint, Op
 from remat.plan.solve import INF, Problem
 from remat.transforms import BoundedCache, RematError, draws, traits
-from remat.transforms.joint import Joint, Op
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 from remat.plan.graph.flops import flops_of
 from remat.plan.graph.measured import described, tensor_like
 from remat.plan.graph.stopwatch import alone
+from remat.plan.joint import CONVOLUTION, CONVOLUTION_BACKWARD, Joint, Op, Ref, gpu_workspace
 from remat.transforms import BoundedCache, map_only
 from remat.transforms.compat import profiling
-from remat.transforms.joint import CONVOLUTION, CONVOLUTION_BACKWARD, Joint, Op, Ref, gpu_workspace
 
 # What libraries do inside of these depends on shapes, strides, threads and the processor.
 _LIBRARIES = ("aten.convolution", "aten._fft_")

@@ -12,8 +12,8 @@ import torch
 from remat.plan.graph.disk import read_table, table_path, write_table
 from remat.plan.graph.stopwatch import alone, best_seconds
 from remat.plan.graph.traffic import is_view, traffic
+from remat.plan.joint import Joint, Op, Ref
 from remat.transforms import BoundedCache, RematError, map_only
-from remat.transforms.joint import Joint, Op, Ref
 
 # Timings that are kept for one device, on disk too.
 _MOST = 1 << 16

@@ -11,9 +11,9 @@ from remat._core import DEVICES, causal_share, has_formula_of_ours, op_name
 from remat.plan.graph.flops import bytes_sent, flops_of, is_heavy
 from remat.plan.graph.speeds import NARROW, Speeds, speeds_of
 from remat.plan.graph.traffic import is_view, traffic
+from remat.plan.joint import Joint, Op
 from remat.policies import kind_of
 from remat.transforms import RematError, traits
-from remat.transforms.joint import Joint, Op
 
 # What ops that have no FLOPs are as fast as, by their names; the others are copies.
 _LIGHT = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from remat.transforms.joint import Joint, Op
+from remat.plan.joint import Joint, Op
 
 
 def is_view(joint: Joint, op: Op) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from remat.plan.graph import CostModel
+from remat.plan.joint import Joint, Op
 from remat.plan.peak import live_bytes
 from remat.transforms import flatten, traits, unflatten
-from remat.transforms.joint import Joint, Op
 
 # An empty tensor of this width marks in a joint graph where a block was called: nobody else makes one.
 _MARK = 7_919_317

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from remat._core import DEVICES
 from remat.plan.graph import CostModel
+from remat.plan.joint import Joint, Op
 from remat.transforms import traits
-from remat.transforms.joint import Joint, Op
 
 # A node has so many devices. Between nodes each has a link of its own: 400 Gbit/s, of which 0.8 are attained.
 _NODE, _NETWORK = 8, 40e9

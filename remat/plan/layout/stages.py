@@ -9,6 +9,7 @@ from functools import cached_property
 
 from remat.plan.chain import Choice, Measure
 from remat.plan.graph import CostModel, Graph, is_view
+from remat.plan.joint import Joint
 from remat.plan.layout.around import Share
 from remat.plan.layout.fixed import Flow, fixed_lines
 from remat.plan.layout.knapsack import Repeated, Totals, added, single
@@ -16,7 +17,6 @@ from remat.plan.layout.layout import Layout
 from remat.plan.layout.local import Weight
 from remat.plan.layout.trace import TracedModel
 from remat.plan.solve import INF
-from remat.transforms.joint import Joint
 
 
 class Kind:

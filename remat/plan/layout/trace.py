@@ -13,11 +13,11 @@ import torch
 
 from remat._blocks import fitting, regions
 from remat.plan.graph import Graph
+from remat.plan.joint import record
 from remat.plan.layout.alike import likeness, likeness_of_call
 from remat.plan.layout.around import Around, stand_in
 from remat.plan.layout.local import Local
 from remat.transforms import RematError, flatten, unflatten, wraps
-from remat.transforms.joint import record
 
 # Blocks that differ in numbers alone: so many are traced, and where their ops are the same so are all.
 _ENOUGH = 3

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from remat._core import Decision, OpInfo
+from remat.plan.joint import OPTIONAL
 from remat.policies import Policy
 from remat.transforms import Key, RematError, traits
 from remat.transforms.compat import in_transform
-from remat.transforms.joint import OPTIONAL
 from remat.transforms.tape import Tape
 
 if TYPE_CHECKING:

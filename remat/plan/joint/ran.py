@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from remat.plan.joint.graph import JointRecorder, differentiated, graph_of_run
+from remat.plan.joint.holes import Opened, around, parts_of, tensors_given
+from remat.plan.joint.ops import Joint
+from remat.transforms import flatten, unflatten
 from remat.transforms.compat import hooks_aside, is_hook_refusal, outside_all_modes
 from remat.transforms.intermediates import only
-from remat.transforms.joint.graph import JointRecorder, differentiated, graph_of_run
-from remat.transforms.joint.holes import Opened, around, parts_of, tensors_given
-from remat.transforms.joint.ops import Joint
-from remat.transforms.pytree import flatten, unflatten
 from remat.transforms.state import RandomState
 
 

@@ -14,6 +14,28 @@ from typing import Any
 
 import torch
 
+from remat.plan.joint.holes import around, holes_of, parts_of
+from remat.plan.joint.lives import Lives
+from remat.plan.joint.ops import Joint, Op, Ref, Value, noted
+from remat.plan.joint.stand_ins import StandIns, refused, stood_in
+from remat.transforms import (
+    Wrapper,
+    active,
+    flatten,
+    is_cast_of_leaf,
+    is_tensor,
+    local_tensors,
+    map_leaves,
+    memory_of,
+    of_a_look,
+    on_wrappers,
+    quiet,
+    traits,
+    tree_leaves,
+    unflatten,
+    user_line,
+    wraps,
+)
 from remat.transforms.closure import trial
 from remat.transforms.compat import (
     DispatchMode,
@@ -32,18 +54,8 @@ from remat.transforms.compat import (
     storage_key,
     without_module_trackers,
 )
-from remat.transforms.context import active, of_a_look, on_wrappers, quiet
-from remat.transforms.errors import user_line
 from remat.transforms.intermediates import only
-from remat.transforms.joint.holes import around, holes_of, parts_of
-from remat.transforms.joint.lives import Lives
-from remat.transforms.joint.ops import Joint, Op, Ref, Value, noted
-from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
-from remat.transforms.objects import is_tensor
-from remat.transforms.ops import is_cast_of_leaf, memory_of, traits
-from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
-from remat.transforms.sharded import Wrapper, local_tensors, wraps
 from remat.transforms.tape import shapes_read
 
 

@@ -19,9 +19,8 @@ import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remat.transforms.compat.aot import example_of
-from remat.transforms.compat.gpu.machine import DEVICE, Chip, pretended
-from remat.transforms.compat.modes import DispatchMode
+from remat.gpu.inductor.machine import DEVICE, Chip, pretended
+from remat.transforms.compat import DispatchMode, example_of
 
 aten = torch.ops.aten
 # Ops that launch nothing.

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from remat.plan.joint.graph import Joint, record
+from remat.transforms import flatten, is_tensor, merge, smooth, tree_leaves, unflatten
 from remat.transforms.closure import ClosureConversion, as_operand, captured, reached
 from remat.transforms.compat import (
     GRAD,
@@ -24,9 +26,6 @@ from remat.transforms.compat import (
     unwrap_for_grad,
     unwrapped,
 )
-from remat.transforms.joint.graph import Joint, record
-from remat.transforms.objects import is_tensor
-from remat.transforms.pytree import flatten, merge, smooth, tree_leaves, unflatten
 
 
 @dataclass(frozen=True)

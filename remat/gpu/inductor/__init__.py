@@ -1,25 +1,25 @@
 """Inductor's code for a GPU, made and read on a machine that may have none: nothing runs on a GPU here."""
 
-from remat.transforms.compat.gpu.cubins import (
+from remat.gpu.inductor.cubins import (
     Cubin,  # what Triton's compiler says of a kernel
     cubin,  # the machine code of a kernel
 )
-from remat.transforms.compat.gpu.execution import (
+from remat.gpu.inductor.execution import (
     Execution,  # wrappers of one step, run on shapes
     Hollow,  # a tensor's shape and type
     Launch,  # one kernel that a wrapper starts
     saved,  # what a forward hands to its backward
 )
-from remat.transforms.compat.gpu.lowering import (
+from remat.gpu.inductor.lowering import (
     Lowered,  # the code of one graph
     lowered,  # a graph as code for a GPU, or for the CPU
 )
-from remat.transforms.compat.gpu.machine import (
+from remat.gpu.inductor.machine import (
     Chip,  # what compilers ask of a GPU
     triton_wanted,  # the version of Triton to install, None where one is there
 )
-from remat.transforms.compat.gpu.reductions import cut  # how kernels of reductions are cut into blocks
-from remat.transforms.compat.gpu.trace import (
+from remat.gpu.inductor.reductions import cut  # how kernels of reductions are cut into blocks
+from remat.gpu.inductor.trace import (
     Block,  # a block of a scan's steps
     Traced,  # what a step comes down to
     fakes,  # makes fake tensors of the CPU

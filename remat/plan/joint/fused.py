@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from remat.plan.joint.attention import ATTENTION, as_on_target, elsewhere, target_kind
 from remat.transforms.compat import autocasting, below_autograd, is_wrapped
-from remat.transforms.joint.attention import ATTENTION, as_on_target, elsewhere, target_kind
 
 aten = torch.ops.aten
 

@@ -16,13 +16,23 @@ from typing import Any
 
 import torch
 
+from remat.plan.joint.ops import Hole, Joint
+from remat.plan.joint.stand_ins import on_fakes
+from remat.transforms import (
+    ON_HEAP,
+    attributes,
+    blank,
+    container_of,
+    flatten,
+    is_a,
+    is_tensor,
+    of_a_look,
+    slots,
+    tree_leaves,
+    unflatten,
+    wraps,
+)
 from remat.transforms.compat import at_hand, outside_all_modes, storage_held, storage_key
-from remat.transforms.context import of_a_look
-from remat.transforms.joint.ops import Hole, Joint
-from remat.transforms.joint.stand_ins import on_fakes
-from remat.transforms.objects import ON_HEAP, attributes, blank, container_of, is_a, is_tensor, slots
-from remat.transforms.pytree import flatten, tree_leaves, unflatten
-from remat.transforms.sharded import wraps
 
 # The recorder of the graph that is being made, for those who leave calls out of it.
 around: ContextVar[Any] = ContextVar("remat_around", default=None)

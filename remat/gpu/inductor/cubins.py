@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from remat.transforms.compat.gpu.machine import Chip, pretended
-from remat.transforms.errors import RematError
+from remat.gpu.inductor.machine import Chip, pretended
+from remat.transforms import RematError
 
 
 @dataclass(frozen=True)

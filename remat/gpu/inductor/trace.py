@@ -19,10 +19,10 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
-from remat.transforms.compat.aot import teach_inductor
-from remat.transforms.compat.gpu.attention import attention_of_gpus
-from remat.transforms.compat.gpu.machine import Chip, triton_target
-from remat.transforms.errors import RematError
+from remat.gpu.inductor.attention import attention_of_gpus
+from remat.gpu.inductor.machine import Chip, triton_target
+from remat.transforms import RematError
+from remat.transforms.compat import teach_inductor
 
 # Which arguments of a graph have the same address in every call, in its `meta`.
 STATIC = "remat_static"

@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
+from remat.plan.joint.attention import target_kind
+from remat.transforms import Decisions, Meta, map_leaves, metas, span, traits
 from remat.transforms.compat import at_hand
-from remat.transforms.joint.attention import target_kind
-from remat.transforms.ops import Decisions, metas, span, traits
-from remat.transforms.placeholders import Meta
-from remat.transforms.pytree import map_leaves
 from remat.transforms.tape import Node, Tape, refs_in
 from remat.transforms.tape import Ref as TapeRef
 

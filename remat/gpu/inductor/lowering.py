@@ -15,10 +15,10 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from remat.transforms.compat.gpu.machine import DEVICE, Chip, pretended
-from remat.transforms.compat.gpu.reductions import reductions_noted
-from remat.transforms.compat.gpu.trace import STATIC, line_of, places
-from remat.transforms.errors import RematError
+from remat.gpu.inductor.machine import DEVICE, Chip, pretended
+from remat.gpu.inductor.reductions import reductions_noted
+from remat.gpu.inductor.trace import STATIC, line_of, places
+from remat.transforms import RematError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from unittest import mock
 
 from torch.fx import Node
 
-from remat.transforms.compat.gpu.machine import Chip, pretended
+from remat.gpu.inductor.machine import Chip, pretended
 
 
 @contextlib.contextmanager

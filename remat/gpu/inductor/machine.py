@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from remat.transforms.compat.gpu.methods import methods_by_ops
+from remat.gpu.inductor.methods import methods_by_ops
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import unwrapped
-from remat.transforms.compat.modes import modes_active
+from remat.transforms.compat import modes_active, unwrapped
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

@@ -16,6 +16,8 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from remat.plan.joint.fused import kernel_of_target
+from remat.transforms import ADDRESSES, RematError, flatten, is_tensor, quiet, unflatten
 from remat.transforms.closure import trial
 from remat.transforms.compat import (
     autocasting,
@@ -30,12 +32,8 @@ from remat.transforms.compat import (
     outside_all_modes,
     without_module_trackers,
 )
-from remat.transforms.context import ADDRESSES, planning, quiet
-from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
-from remat.transforms.joint.fused import kernel_of_target
-from remat.transforms.objects import is_tensor
-from remat.transforms.pytree import flatten, unflatten
+from remat.transforms.region import planning
 from remat.transforms.state import isolated
 
 
