@@ -17,6 +17,7 @@ from remat._by_call import ByCall
 from remat._dynamo import call_planned, call_region, needs_call, wrap
 from remat._forced import forced
 from remat._inspect import logger, told, wanted
+from remat._ranks import RANKS
 from remat.policies import Policy, PolicySelector, save_everything, save_nothing
 from remat.transforms import (
     WrongType,
@@ -84,9 +85,9 @@ class Options:
         digest = checksum if self.check == "exact" else None
         shares = policy.shares_constants
         decisions = self.decisions
-        return Region(
-            fn, label, selector, self.random, self.check, anchor(fn), key, decisions, digest, shares
-        )
+        checks = self.random, self.check
+        learnt = anchor(fn), key, decisions, digest, shares
+        return Region(fn, label, selector, *checks, *learnt, ranks=RANKS)
 
     def __deepcopy__(self, memo: Any) -> Options:
         return self

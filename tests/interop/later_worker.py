@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import remat
 from remat import RematError, checkpoint_policy, save_matmuls, save_nothing
-from remat.transforms.compat import Meeting
-from remat.transforms.region import agreement
+from remat._ranks import agreement
+from remat._ranks.meeting import Meeting
 from tests.interop.ranks import group_of
 
 

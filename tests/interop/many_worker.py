@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import remat
 from remat import RematError, checkpoint_policy, save_matmuls, save_nothing
+from remat._ranks import agreement, wrapped
 from remat.debug import assert_recomputed
-from remat.transforms.region import agreement, wrapped
 from tests.inside import trace_memory
 from tests.interop.ranks import group_of
 

@@ -230,15 +230,14 @@ from remat.transforms.compat.scripted import (
     set_scripted,  # let it hold another one there
 )
 from remat.transforms.compat.sharding import (
-    Meeting,  # a group of ranks, and the store by which it has met
     accumulating,  # the leaves of a wrapped module that gradients come to
     bookkeeping_aside,  # how wrappers of modules are to run what is for ends of their own
     data_parallel,  # how the module that runs is spread by FSDP or DistributedDataParallel
     gathers,  # whether FSDP2 has wrapped a module
     groups_in,  # the groups that a collective is called with
-    meeting_among,  # these ranks, as `meeting_of`
-    meeting_of,  # the ranks of the group of this name
+    process_group,  # the ranks of the group of this name
     reduced_in,  # the dtype in which FSDP2 reduces gradients
     sharding_aside,  # how DTensor is to run what it propagates shardings by
+    world_store,  # the store by which the processes of this job have met
     wrapped_in,  # the module around a call whose gradients ranks reduce
 )

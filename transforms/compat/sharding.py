@@ -5,15 +5,9 @@ Private names of torch, each with its reason. Tried on 2.11.0, 2.13.0 and 2.15.0
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import functools
-import hashlib
-import secrets
 import sys
-import time
-import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -112,111 +106,24 @@ def groups_in(op: Any, args: Any) -> set[str]:
     return {ProcessGroup.unbox(arg).group_name for arg, kind in pairs if kind == "ProcessGroup"}
 
 
-class Meeting:
-    """A group of ranks, and the store by which it has met.
-
-    Attributes:
-        name: of the group as it has met this time, the same on all of its ranks.
-        rank, ranks: this rank in the world, and those of the group.
-    """
-
-    def __init__(self, store: Any, rank: int, ranks: list[int]) -> None:
-        self._store, self.rank, self.ranks = store, rank, ranks
-        self.name = ",".join(map(str, ranks))
-
-    def met(self, seconds: int) -> str:
-        """A name for this time, empty where not all ranks came in so many seconds.
-
-        The store of a job that was started again holds what was said before: each process says a number of
-        its own, until all have the same numbers of all.
-        """
-        store, name, end = self._store, f"remat/{self.name}", time.monotonic() + seconds
-        store.set(f"{name}/{self.rank}", secrets.token_hex(8))
-        token, places = "", [f"{name}/{rank}" for rank in self.ranks]
-        with contextlib.suppress(RuntimeError):  # it took too long
-            store.wait(places, datetime.timedelta(seconds=seconds))
-            while time.monotonic() < end:
-                said = hashlib.sha256(b"".join(map(store.get, places))).hexdigest()
-                if store.add(f"{name}/{said}", 0 if said == token else 1) == len(self.ranks):
-                    return said
-                token = said
-                time.sleep(0.01)
-        return ""
-
-    def all_say(self, key: str, what: str, seconds: int) -> bool:
-        """Whether all ranks say the same; waits until all have spoken, so many seconds at most."""
-        store, count = self._store, len(self.ranks)
-        store.add(f"{key}/{what}", 1)
-        if store.add(f"{key}/count", 1) == count:
-            store.set(f"{key}/done", "1")
-        with contextlib.suppress(RuntimeError):  # it took too long
-            store.wait([f"{key}/done"], datetime.timedelta(seconds=seconds))
-        return store.add(f"{key}/{what}", 0) == count
-
-    def end(self, key: str, what: str, seconds: int) -> bool | None:
-        """Whether all ranks say the same, None where not all came in so many seconds.
-
-        All ranks hear the same, those that come later too.
-        """
-        store, count, end = self._store, len(self.ranks), f"{key}/end"
-        store.add(f"{key}/{what}", 1)
-        if store.add(f"{key}/count", 1) == count:
-            store.compare_set(end, "", "all came")
-        try:
-            store.wait([end], datetime.timedelta(seconds=seconds))
-        except RuntimeError:  # it took too long
-            store.compare_set(end, "", "some did not")
-        if store.get(end) != b"all came":
-            return None
-        return store.add(f"{key}/{what}", 0) == count
-
-    def leave(self, key: str, what: str) -> None:
-        """Take back what this rank has said: nobody has heard it."""
-        for place in (what, "count"):
-            self._store.add(f"{key}/{place}", -1)
-
-    def told(self, key: str, text: str, seconds: int) -> Iterator[tuple[int, str]]:
-        """What every rank has to say, where they do not say the same; waits so many seconds for all."""
-        self._store.set(f"{key}/text/{self.rank}", text)
-        end = time.monotonic() + seconds
-        for rank in self.ranks:
-            place, left = f"{key}/text/{rank}", max(end - time.monotonic(), 0.1)
-            with contextlib.suppress(RuntimeError):
-                self._store.wait([place], datetime.timedelta(seconds=left))
-                yield rank, self._store.get(place).decode()
-
-
-def meeting_of(group: str, seconds: int) -> Meeting | None:
-    """The ranks of the group of this name, None where there is nobody to meet; may wait so many seconds."""
+def process_group(name: str) -> list[int]:
+    """The ranks of the group of this name, none where it is not known here."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
-        return None
+        return []
     try:
-        found = c10d._resolve_process_group(group)
+        return c10d.get_process_group_ranks(c10d._resolve_process_group(name))
     except (RuntimeError, ValueError):
-        return None
-    return meeting_among(c10d.get_process_group_ranks(found), seconds)
+        return []
 
 
-def meeting_among(ranks: list[int], seconds: int) -> Meeting | None:
-    """These ranks, as `meeting_of`."""
+def world_store() -> tuple[Any, int] | None:
+    """The store by which the processes of this job have met, and this rank; None where it is alone."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None or not c10d.is_initialized():
+    if c10d is None or not c10d.is_initialized() or c10d.get_backend() == "fake":
         return None
     store = c10d._get_default_store()
-    if store is None or len(ranks) < 2 or c10d.get_backend() == "fake":
-        return None
-    meeting = Meeting(store, c10d.get_rank(), ranks)
-    ref, token = _tokens.get(meeting.name, (None, ""))
-    if ref is None or ref() is not store:
-        if token := meeting.met(seconds):
-            _tokens[meeting.name] = weakref.ref(store), token
-    meeting.name += f"/{token}"
-    return meeting
-
-
-# By the ranks of a group: the store by which they have met, and a name for that.
-_tokens: dict[str, tuple[weakref.ref[Any], str]] = {}
+    return None if store is None else (store, c10d.get_rank())
 
 
 # Every call of a module runs these; while a compiler traces it only the first one has a frame.

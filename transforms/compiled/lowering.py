@@ -49,7 +49,7 @@ from remat.transforms.context import quiet, ranks_met, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
 from remat.transforms.ops import Traits, tensors_in, traits
-from remat.transforms.region import Region, compare_traced
+from remat.transforms.region import Region
 
 Tensors = Sequence[torch.Tensor]
 _serials = itertools.count()
@@ -111,8 +111,8 @@ class GraphLowering:
         if selector:
             selector.finished(record.tape)
         record.finished(graded)
-        if ranks_met():
-            compare_traced(region, record)
+        if region.ranks is not None and ranks_met():
+            region.ranks.compare_traced(region, record)
         # Of what others have, too, the caller gets a copy.
         shares = record.constants.shares
         return record, [quiet(snapshot, t) if shares(t) else t for t in outs]

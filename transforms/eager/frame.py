@@ -71,7 +71,7 @@ from remat.transforms.errors import RematError, overwritten
 from remat.transforms.offload import Store
 from remat.transforms.ops import geometry, storage, version_of
 from remat.transforms.pytree import flatten, split
-from remat.transforms.region import CachedTrace, compare, recomputing, unmet
+from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_again
 from remat.transforms.tape import (
@@ -219,15 +219,16 @@ class Frame(Packer):
         if known is not None and followed and not any(map(self.is_held, known.dead)):
             assert isinstance(recorder, GuardMode)
             self._settle_as(known, recorder, out)
-            if unmet:
-                compare(self, recorder, out)
+            if (ranks := self.region.ranks) is not None and ranks.unmet:
+                ranks.compare(self, recorder, out)
         else:
             recorder.leave()
             self.tape = recorder.tape
             self.tape.tangents = dual_level_open()
             settle(self, recorder, out)
             holds(self)
-            compare(self, recorder, out)
+            if (ranks := self.region.ranks) is not None:
+                ranks.compare(self, recorder, out)
         if self.kept or recorder.parent is not None or self.inputs.hooks is not None:
             hold_kept(self, recorder, out)
 

@@ -55,7 +55,6 @@ from remat.transforms.functorch.results import Results, compared
 from remat.transforms.functorch.rules import hollow_operand, plain_duals, rewrapped
 from remat.transforms.offload import held_tensors
 from remat.transforms.ops import storage
-from remat.transforms.region import compare_pulled
 from remat.transforms.state import RandomState, held_states, noting, users_aside
 from remat.transforms.tape import (
     Kept,
@@ -391,8 +390,8 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
             unseen += recorder.hooked, conversion is not None and conversion.hooked
             strays = recorder.outside[len(operands) :]
             refuse_strays(f"region {region.name!r}", region.function, conversion, strays)
-        if ranks_met():
-            family.meet = compare_pulled(region, recorder)
+        if region.ranks is not None and ranks_met():
+            family.meet = region.ranks.compare_pulled(region, recorder)
     finally:
         watched = family.watch is not None and not any(unseen)
         family.watch, family.made = None, None

@@ -9,9 +9,6 @@ from remat.transforms.context import (
     run_again_whole,  # have the regions around run their functions again, not ops from the tape
     selecting,  # whether the innermost region around here has a policy
 )
-from remat.transforms.region.agreement import (
-    wrong_anywhere,  # what is wrong on any of some ranks
-)
 from remat.transforms.region.cache import (
     Again,  # what a function that runs again may know of what calls have taught
     CachedTrace,  # a settled forward that later ones are held against
@@ -21,10 +18,4 @@ from remat.transforms.region.cache import (
 from remat.transforms.region.region import (
     Region,  # a function to be rematerialized, with everything that does not depend on the arguments
     checksum,  # a number for every tensor of a result that changes with any bit of it
-)
-from remat.transforms.region.wrapped import (
-    compare,  # compare what a region keeps with other ranks, now or in the first backward
-    compare_pulled,  # the same under torch.func: what its pull-back is to call, if anything
-    compare_traced,  # the same for one that is traced
-    unmet,  # what ranks have not compared yet
 )

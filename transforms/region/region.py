@@ -30,6 +30,28 @@ class Selector(Protocol):
         ...
 
 
+class Ranks(Protocol):
+    """Compares what regions keep with other ranks, which may wait for the collectives of a recomputation.
+
+    Attributes:
+        unmet: what is not compared yet: while there is any, calls that follow a trace are compared, too.
+    """
+
+    unmet: list[Any]
+
+    def compare(self, frame: Any, recorder: Any, results: Any) -> None:
+        """Compare what a frame keeps that has settled. May raise a RematError, on every rank."""
+        ...
+
+    def compare_pulled(self, region: Region, recorder: Any) -> Callable[[], None] | None:
+        """The same for a primitive: what its pull-back is to call, None for nothing."""
+        ...
+
+    def compare_traced(self, region: Region, record: Any) -> None:
+        """The same for a graph."""
+        ...
+
+
 @dataclass(frozen=True)
 class Region:
     """A function to be rematerialized, with everything that does not depend on the arguments.
@@ -46,6 +68,7 @@ class Region:
         decisions: whether decisions are kept, whatever the selector says.
         digest: a number for an op's results that any other bit changes, None where they are not compared so.
         shares: whether what depends on nothing that the region is given may be computed once in a graph.
+        ranks: what compares with other ranks, if anything does.
     """
 
     function: Callable[..., Any]
@@ -58,6 +81,7 @@ class Region:
     decisions: bool = True
     digest: Callable[[Any], Any] | None = None
     shares: bool = True
+    ranks: Ranks | None = None
 
     def compares_results(self, drawn: bool) -> bool:
         """Whether a run that cannot be compared by its ops is to return what the first did. `drawn`: whether

@@ -21,9 +21,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from remat.transforms.compat import meeting_among, meeting_of
-from remat.transforms.errors import RematError
-from remat.transforms.ops import metas, traits
+from remat._ranks.meeting import meeting_among
+from remat.transforms import RematError, metas, traits
+from remat.transforms.compat import process_group
 from remat.transforms.tape import RECOMPUTE, Tape
 
 # How many regions of this name have met so, in a group: what they meet under.
@@ -191,7 +191,7 @@ def _compare_new(group: str, region: str, sends: list[str], known: set[str], sec
 def _compare(
     group: str, region: str, said: list[str], seconds: int, loose: bool, known: set[str] | None = None
 ) -> None:
-    meeting = meeting_of(group, seconds)
+    meeting = meeting_among(process_group(group), seconds)
     if meeting is None:
         return
     # What is known is the same on all ranks.

@@ -18,11 +18,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import accumulating, gathers, meeting_among, outside_all_modes, wrapped_in
-from remat.transforms.context import node_of, quiet
-from remat.transforms.errors import RematError
-from remat.transforms.pytree import flatten, split
-from remat.transforms.region.agreement import (
+from remat._ranks.agreement import (
     COMPILING,
     agree,
     agree_traced,
@@ -30,6 +26,9 @@ from remat.transforms.region.agreement import (
     loosely,
     meeting_number,
 )
+from remat._ranks.meeting import meeting_among
+from remat.transforms import RematError, flatten, node_of, quiet, split
+from remat.transforms.compat import accumulating, gathers, outside_all_modes, wrapped_in
 
 _SECONDS = 60
 # What is not compared yet: wrapped models, and the first step. While there is any, every forward asks.
@@ -125,31 +124,6 @@ class _FirstStep:
             unmet.remove(self)
 
 
-def compare(frame: Any, recorder: Any, results: Any) -> None:
-    """Compare what a region keeps with the other ranks, where they are to keep the same.
-
-    Args:
-        frame: of its forward, settled.
-
-    Raises:
-        RematError: as `agree` does.
-    """
-    region = frame.region
-    step = next((there for there in unmet if isinstance(there, _FirstStep)), None)
-    known = region.key in region.cache.agreed
-    try:
-        if not agree(region, recorder, step is not None, _run_again(frame)):
-            _note(region, recorder, results)
-            return
-    except BaseException:
-        _ = step and step.end()
-        raise
-    if step is None and not known:
-        unmet.append(step := _FirstStep())
-    if step is not None and (node := _node_of(results)) is not None:
-        node.register_prehook(step.end)
-
-
 def _run_again(frame: Any) -> frozenset[int] | None:
     """The ops that the backward runs again; None where the function does."""
     program = frame.program
@@ -163,30 +137,6 @@ def _run_again(frame: Any) -> frozenset[int] | None:
 def _node_of(results: Any) -> Any:
     nodes = [node_of(leaf) for leaf in split(flatten(results)[0])[0]]
     return next((node for node in nodes if node is not None), None)
-
-
-def compare_pulled(region: Any, recorder: Any) -> Callable[[], None] | None:
-    """The same for a region under torch.func: what its pull-back is to call, None for nothing.
-
-    There wrappers reduce no gradients. FSDP gathers all the same, so all ranks come.
-    """
-    if agree(region, recorder) or (found := wrapped_in(_met, quiet)) is None or not gathers(found[0]):
-        return None
-    return _noted(region, recorder, *found).meet
-
-
-def compare_traced(region: Any, record: Any) -> None:
-    """The same for a region that is traced. No Python of ours runs in its backward, so the first gradient of
-    a parameter compares."""
-    if agree_traced(region, record):
-        return
-    with outside_all_modes():
-        if (found := wrapped_in(_met, quiet)) is None:
-            return
-        model = _noted(region, record, *found)
-        model.seconds = COMPILING * _SECONDS
-        if not model.hooks:
-            model.hooks = [leaf.register_hook(model.meet) for leaf in accumulating(found[0])]
 
 
 def _note(region: Any, recorder: Any, results: Any) -> None:
@@ -205,3 +155,60 @@ def _noted(region: Any, recorder: Any, module: torch.nn.Module, name: str, ranks
     said = tuple(loosely(recorder, recorder.tape))
     model.said.setdefault(f"{region.name!r} of {name or 'the model'}", set()).add(said)
     return model
+
+
+class ComparedRanks:
+    """What regions call; `unmet` is what ranks have not compared yet."""
+
+    unmet: list[Any] = unmet
+
+    def compare(self, frame: Any, recorder: Any, results: Any) -> None:
+        """Compare what a region keeps with the other ranks, where they are to keep the same.
+
+        Args:
+            frame: of its forward, settled.
+
+        Raises:
+            RematError: as `agree` does.
+        """
+        region = frame.region
+        step = next((there for there in unmet if isinstance(there, _FirstStep)), None)
+        known = region.key in region.cache.agreed
+        try:
+            if not agree(region, recorder, step is not None, _run_again(frame)):
+                _note(region, recorder, results)
+                return
+        except BaseException:
+            _ = step and step.end()
+            raise
+        if step is None and not known:
+            unmet.append(step := _FirstStep())
+        if step is not None and (node := _node_of(results)) is not None:
+            node.register_prehook(step.end)
+
+    def compare_pulled(self, region: Any, recorder: Any) -> Callable[[], None] | None:
+        """The same for a region under torch.func: what its pull-back is to call, None for nothing.
+
+        There wrappers reduce no gradients. FSDP gathers all the same, so all ranks come.
+        """
+        if agree(region, recorder):
+            return None
+        if (found := wrapped_in(_met, quiet)) is None or not gathers(found[0]):
+            return None
+        return _noted(region, recorder, *found).meet
+
+    def compare_traced(self, region: Any, record: Any) -> None:
+        """The same for a region that is traced. No Python of ours runs in its backward, so the first gradient
+        of a parameter compares."""
+        if agree_traced(region, record):
+            return
+        with outside_all_modes():
+            if (found := wrapped_in(_met, quiet)) is None:
+                return
+            model = _noted(region, record, *found)
+            model.seconds = COMPILING * _SECONDS
+            if not model.hooks:
+                model.hooks = [leaf.register_hook(model.meet) for leaf in accumulating(found[0])]
+
+
+RANKS = ComparedRanks()
