@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 
 from remat.transforms.closure import Missed, read_again
 from remat.transforms.compat import (
-    DispatchMode,
     batched_grads_around,
     in_transform,
     is_batched_anyhow,
@@ -20,9 +17,8 @@ from remat.transforms.compat import (
     is_wrapped,
     outside_batched_grads,
 )
-from remat.transforms.errors import RematError, written
-from remat.transforms.ops import storage, tensors_in, traits
-from remat.transforms.scan.body import version
+from remat.transforms.errors import RematError
+from remat.transforms.ops import storage
 from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
 from remat.transforms.scan.instructions import with_notice
 from remat.transforms.scan.spec import (
@@ -39,7 +35,7 @@ from remat.transforms.scan.spec import (
 from remat.transforms.scan.vjp import OneByOne, by_func, pull
 from remat.transforms.sharded import PLAIN
 from remat.transforms.state import Print, alike, prints_of
-from remat.transforms.tape import holders, holds, noticing
+from remat.transforms.tape import holds
 
 
 class _Backward:
@@ -346,64 +342,35 @@ def check_seen(scan: Scan, again: dict[int, list[Print]]) -> None:
             )
 
 
-class Consts:
-    """What a body leads to, held outside of autograd, which would refuse a write to any of it.
+class Captured:
+    """Watched for fused optimizers, which write to what a backward reads and count no version up.
 
-    A body need not read all that it leads to: of a module's parameters few, perhaps.
+    (Of other writes autograd knows, which holds it.)
     """
 
-    def __init__(self, scan: Scan, flat: Tensors) -> None:
-        own = () if scan.levels or scan.opaque is not None else flat[: scan.sizes[0]]
-        # Others are for whoever watches what is saved: a wrapper, and what a region around may compute again.
-        self.held = {i: t for i, t in enumerate(own) if type(t) in PLAIN and (scan.plain or _is_leaf(t))}
-        self.versions = [version(t) for t in self.held.values()]
-        if noticing:
-            holders.add(weakref.ref(self, holders.discard))
-        else:
-            holds(self)
+    def __init__(self, consts: Tensors) -> None:
+        self._memories = [storage(t) for t in consts if type(t) in PLAIN]
+        holds(self)
 
     def memories(self) -> list[int]:
-        """The storages of what it holds."""
-        return [storage(t) for t in self.held.values()]
-
-    def others(self, flat: Tensors) -> list[torch.Tensor]:
-        """The operands that autograd is to hold."""
-        return [t for i, t in enumerate(flat) if i not in self.held]
-
-    def among(self, saved: Tensors) -> list[torch.Tensor]:
-        """All operands, and what follows them; `saved` is what autograd has held."""
-        rest = iter(saved)
-        return [self.held[i] if i in self.held else next(rest) for i in range(len(self.held) + len(saved))]
-
-    def unread(self, scan: Scan) -> contextlib.AbstractContextManager[Any]:
-        """Within, an op that reads what was written to since the forward is refused."""
-        pairs = zip(self.held.values(), self.versions, strict=True)
-        changed = [t for t, before in pairs if version(t) != before]
-        if not changed:
-            return contextlib.nullcontext()
-        if scan.in_blocks:  # whose kernels nobody sees
-            raise _written(scan, changed[0])
-        return _Unread(scan, changed)
+        """The storages of what the body leads to."""
+        return self._memories
 
 
-def _is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether it is one, or the look at one that a scan under torch-function modes is given."""
-    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
+def saved_by(ctx: Any, scan: Scan) -> Tensors:
+    """What a scan's node has saved.
 
-
-class _Unread(DispatchMode):
-    def __init__(self, scan: Scan, changed: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.scan, self.changed = scan, {storage(t): t for t in changed}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        facts = traits(func)
-        if not (facts.view or facts.shape_only):
-            for tensor in tensors_in((args, kwargs or {})):
-                if (known := self.changed.get(storage(tensor))) is not None:
-                    raise _written(self.scan, known)
-        return func(*args, **(kwargs or {}))
-
-
-def _written(scan: Scan, tensor: torch.Tensor) -> RematError:
-    return RematError(written(f"{scan.spec.name}: its body", tensor, place="scan"))
+    Raises:
+        RematError: some of it was written to, be it read or not.
+    """
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RematError(
+            f"{scan.spec.name}: an operand or a tensor that its body leads to was written in place between "
+            "its forward and its backward, which evaluates steps again. Write out of place, run the backward "
+            "first, or let the body lead to nothing but what it reads (`weight = model.weight` in front of "
+            f"it). Torch says: {error}"
+        ) from error

@@ -32,7 +32,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import active, quiet
 from remat.transforms.offload import lane
 from remat.transforms.pytree import merge, smooth
-from remat.transforms.scan.backward import Consts, pull_back
+from remat.transforms.scan.backward import Captured, pull_back, saved_by
 from remat.transforms.scan.body import version, wrote
 from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
 from remat.transforms.scan.rules import (
@@ -140,21 +140,21 @@ class _Scan(_Recorded):
         ctx.scan = scan
         kept = output[len(output) - scan.extra :]
         ctx.mark_non_differentiable(*kept, *(t for t in output if not smooth(t)))
-        ctx.consts = Consts(scan, flat)
-        ctx.save_for_backward(*ctx.consts.others(flat), *kept)
+        ctx.captured = Captured(flat[: scan.sizes[0]])
+        ctx.save_for_backward(*flat, *kept)
         ctx.save_for_forward(*flat)
         ctx.set_materialize_grads(False)
         ctx.outputs = len(output) - len(kept)
 
     @staticmethod
     def backward(ctx: Any, *cts: torch.Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # once: every look unpacks anew, and may recompute
-        scan, consts = ctx.scan, ctx.consts
+        scan: Scan = ctx.scan
+        saved = saved_by(ctx, scan)  # once: every look unpacks anew, and may recompute
         if not graph_kept():
-            ctx.scan = ctx.consts = None  # with what the body holds
+            ctx.scan = None  # with what the body holds
         needs = tuple(ctx.needs_input_grad[1:])
-        with users_aside(), consts.unread(scan):
-            return _Scan._pulled(scan, needs, consts.among(saved), cts[: ctx.outputs])
+        with users_aside():
+            return _Scan._pulled(scan, needs, saved, cts[: ctx.outputs])
 
     @staticmethod
     def _pulled(scan: Scan, needs: Any, saved: Tensors, cts: Sequence[torch.Tensor | None]) -> Any:
