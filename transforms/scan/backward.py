@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from remat.transforms.scan.spec import (
 from remat.transforms.scan.vjp import OneByOne, by_func, pull
 from remat.transforms.sharded import PLAIN
 from remat.transforms.state import Print, alike, prints_of
-from remat.transforms.tape import holds
+from remat.transforms.tape import holders, holds, noticing
 
 
 class _Backward:
@@ -349,12 +350,15 @@ class Captured:
     """
 
     def __init__(self, consts: Tensors) -> None:
-        self._memories = [storage(t) for t in consts if type(t) in PLAIN]
-        holds(self)
+        self._consts = consts
+        if noticing:
+            holders.add(weakref.ref(self, holders.discard))
+        else:
+            holds(self)
 
     def memories(self) -> list[int]:
         """The storages of what the body leads to."""
-        return self._memories
+        return [storage(t) for t in self._consts if type(t) in PLAIN]
 
 
 def saved_by(ctx: Any, scan: Scan) -> Tensors:

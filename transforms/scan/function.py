@@ -151,7 +151,7 @@ class _Scan(_Recorded):
         scan: Scan = ctx.scan
         saved = saved_by(ctx, scan)  # once: every look unpacks anew, and may recompute
         if not graph_kept():
-            ctx.scan = None  # with what the body holds
+            ctx.scan = ctx.captured = None  # with what the body holds
         needs = tuple(ctx.needs_input_grad[1:])
         with users_aside():
             return _Scan._pulled(scan, needs, saved, cts[: ctx.outputs])
