@@ -12,8 +12,9 @@ import torch
 
 from remat._core import warn_user
 from remat._inspect import looked_at
+from remat._torch import compiled_for_graphs
 from remat.transforms import RematError, is_tensor, leaves_behind, tree_leaves
-from remat.transforms.compat import OpOverload, compiled_for_graphs, example_of
+from remat.transforms.compat import OpOverload, example_of
 from remat.transforms.compiled import RECOMPUTED
 
 __all__ = ["Recomputed", "Taken", "assert_recomputed", "recomputed"]

@@ -16,6 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat._torch import (
+    BROKEN,
+    bypassing_wrapper,
+    is_near,
+    levels_of,
+    pop,
+    push,
+    ready,
+    remove_batch_dim,
+    traced_depth,
+    traced_unwrap,
+)
+from remat._torch import top as dynamo_top
 from remat.transforms import (
     RematError,
     check_scalar,
@@ -27,19 +40,8 @@ from remat.transforms import (
     unflatten,
 )
 from remat.transforms.compat import (
-    BROKEN,
-    bypassing_wrapper,
-    is_near,
     is_tracing,
-    levels_of,
-    pop,
-    push,
-    ready,
-    remove_batch_dim,
-    traced_depth,
-    traced_unwrap,
 )
-from remat.transforms.compat import top as dynamo_top
 from remat.transforms.compiled import CAPTURED, VARIABLE
 from remat.transforms.entry import Graph, levels_left
 from remat.transforms.intermediates import Perturbations, differentiated, offset

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from remat._dynamo.intermediates import sessions, through
+from remat._torch import bypassing_wrapper, is_inner, libraries_ready, made_here, share_floats
 from remat.policies import Policy, bind, save_everything
 from remat.transforms import RematError, map_only, registered
-from remat.transforms.compat import bypassing_wrapper, is_inner, libraries_ready, made_here, share_floats
 from remat.transforms.entry import Given, Graph, outermost_traced, run_graph, run_transparently
 
 # `bypass(enter, fn, *args)` calls `enter(graph of fn)(*operands)` at trace time. Dynamo takes for `enter` a

@@ -20,6 +20,7 @@ from remat._dynamo.region import bypass
 from remat._dynamo.region import describe as region_describe
 from remat._dynamo.region import rebuild as region_rebuild
 from remat._forced import forced
+from remat._torch import hooks_guarded, share_floats
 from remat.policies import Policy, PolicySelector, save_nothing
 from remat.schedules import Schedule, as_schedule
 from remat.transforms import (
@@ -33,7 +34,7 @@ from remat.transforms import (
     split,
     unflatten,
 )
-from remat.transforms.compat import hooks_guarded, is_tracing, share_floats
+from remat.transforms.compat import is_tracing
 from remat.transforms.entry import Graph
 from remat.transforms.scan import ScanSpec, carry_of, pair_of, structure_of, ys_of
 from remat.transforms.scan.traced import TracedBody, Whole, run, run_whole, showing, shown

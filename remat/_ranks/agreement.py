@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat._ranks.meeting import meeting_among
+from remat._torch import process_group
 from remat.transforms import RematError, metas, traits
-from remat.transforms.compat import process_group
 from remat.transforms.tape import RECOMPUTE, Tape
 
 # How many regions of this name have met so, in a group: what they meet under.

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from remat.transforms.compat import world_store
+from remat._torch import world_store
 
 
 class Meeting:

@@ -27,8 +27,9 @@ from remat._ranks.agreement import (
     meeting_number,
 )
 from remat._ranks.meeting import meeting_among
+from remat._torch import accumulating, gathers, wrapped_in
 from remat.transforms import RematError, flatten, node_of, quiet, split
-from remat.transforms.compat import accumulating, gathers, outside_all_modes, wrapped_in
+from remat.transforms.compat import outside_all_modes
 
 _SECONDS = 60
 # What is not compared yet: wrapped models, and the first step. While there is any, every forward asks.

@@ -14,6 +14,7 @@ import torch
 from remat._core import described, isolating, parse_bytes
 from remat._dynamo import call_scan, run_compiled, runs_in_eager
 from remat._region import with_policy
+from remat._torch import dynamo_errors
 from remat.policies import Policy, policy_given, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto, check_checkpoints
 from remat.transforms import (
@@ -40,7 +41,6 @@ from remat.transforms.closure import (
 )
 from remat.transforms.compat import (
     dual_level_open,
-    dynamo_errors,
     functions_as_they_are,
     hooks_allowed,
     in_transform,

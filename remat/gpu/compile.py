@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from remat._core import Device, isolating, known_flops
+from remat._torch import dynamo_errors
 from remat.debug import Recomputed, RegionNodes, regions_in, uncompiled
 from remat.gpu.cards import card
 from remat.gpu.inductor import (
@@ -38,7 +39,7 @@ from remat.gpu.report import GpuGraph, GpuReport, Kernel
 from remat.plan.joint import gpu_workspace
 from remat.transforms import RematError, flatten, is_tensor, leaves_behind, map_only, tree_leaves
 from remat.transforms.closure import Bindings, reached
-from remat.transforms.compat import dynamo_errors, is_fake
+from remat.transforms.compat import is_fake
 from remat.transforms.compiled import RECOMPUTED
 from remat.transforms.scan.traced import KERNELS, living_with
 from remat.transforms.state import isolated

@@ -1,4 +1,4 @@
-"""Every private name of torch that the library touches: the other rooms see only this face."""
+"""Every private name of torch that the engine touches: the other rooms see only this face."""
 
 from remat.transforms.compat.ambient import (
     DeviceContext,  # what `with torch.device(...)` makes a torch-function mode
@@ -29,23 +29,17 @@ from remat.transforms.compat.ambient import (
 )
 from remat.transforms.compat.aot import (
     above_all,  # let autograd and functorch work in the kernel of an op
-    as_inductor_gets_it,  # a joint graph in the ops that it is asked about under Inductor
     at_hand,  # a number; of a symbol the one that it has in the example
     backend,  # the compiler that torch.compile knows as `name`
-    bypassing_wrapper,  # the operator by which Dynamo leaves to us what is done with a traced function
     compiled_bare,  # `graph` compiled by a backend, without what keeps Dynamo from looking inside
-    compiled_for_graphs,  # `fn`, compiled as far as Inductor's partitioner and decompositions go
     compiler,  # what compiles the graph that is being traced
     dual_level_known,  # tell Python of a forward-mode level that a graph has opened
     dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
-    dynamo_errors,  # what Dynamo raises where it cannot trace a function
     example_bytes,  # the bytes of a tensor, of the example where sizes are symbolic
     example_of,  # a size as a number
-    hooks_guarded,  # within, Dynamo compiles again for a module that has got a hook
     in_forward_mode,  # whether a forward-mode level is active, torch.func's or a plain one
     level_argument,  # which argument of a function in Dynamo's graph is a level's number
     live_with_graph,  # keep `thing` for as long as the code that Dynamo is making now
-    partitioner_choice,  # what torch's min-cut partitioner would save
     stands_on,  # where tensors stand while graphs are traced for a compiler
     teach_inductor,  # tell Inductor how to lower the library's own ops
     traced_functionally,  # a graph of the aten ops of a function
@@ -64,6 +58,7 @@ from remat.transforms.compat.autograd import (
     at_function_apply,  # say what `autograd.Function.apply` goes on with below functorch levels
     at_transforms,  # have some saved-tensor hooks off within transforms of torch.func
     autograd_again,  # undo `below_autograd` for hooks of the user's
+    batch_size,  # how large a vmap's batch is
     batched_grads_around,  # how many calls with `is_grads_batched` are around
     below_autograd,  # within, ops make no nodes, whatever grad mode says
     below_levels,  # leave all functorch levels for a while
@@ -139,25 +134,6 @@ from remat.transforms.compat.cpu import (
     fits_cpu,  # whether a graph and its inputs can be compiled so
     options_of,  # the options of a compiler that is Inductor
 )
-from remat.transforms.compat.distributed import (
-    fake_mesh,  # a device mesh on torch's fake process group
-)
-from remat.transforms.compat.dynamo import (
-    BROKEN,  # the message where a graph breaks amid a capture
-    is_inner,  # whether the code at hand is traced into the graph of an operator
-    is_near,  # whether what `push` set was set in the graph at hand
-    levels_of,  # what to take off a tensor, in order, so that it has no functorch level deeper than `depth`
-    libraries_ready,  # lets libraries do what they do at their first call
-    made_here,  # a tensor that the graph at hand is given, as one of its own
-    pop,  # undo the last `push`
-    push,  # let `top()` be `value`, any object that traced code made, until `pop()`
-    ready,  # call this before any other function here
-    remove_batch_dim,  # by the names that torch.func itself has for them, which Dynamo knows
-    share_floats,  # lets regions and scans that are traced read the same float
-    top,  # what was pushed last, None if there is nothing
-    traced_depth,  # the number of the innermost functorch level, 0 outside every transform
-    traced_unwrap,  # `unwrap_for_grad` under the name that Dynamo knows
-)
 from remat.transforms.compat.fx import (
     NodeSpan,  # the nodes that a tracer adds from the making of this on
     Template,  # a stretch of a graph, as a function of some of the tensors that it reads
@@ -171,9 +147,6 @@ from remat.transforms.compat.fx import (
     tags,  # what the nodes that a trace makes now bear in their `meta["custom"]`
     traced,  # the tracer at work and the node of a tensor
     tracer_at_work,  # the tracer that writes down what runs now, functionalized and on fake tensors
-)
-from remat.transforms.compat.gathered import (
-    nothing_gathered,  # within, wrappers of modules gather nothing: tensors made there stand for parameters
 )
 from remat.transforms.compat.generators import (
     CompactState,  # the state of a CPU generator, told by an earlier one
@@ -224,20 +197,16 @@ from remat.transforms.compat.nested import (
 from remat.transforms.compat.optimizers import (
     watch_fused_steps,  # tell of the parameters that a fused optimizer has written to
 )
+from remat.transforms.compat.patches import (
+    exchange,  # put something in the place of an attribute of torch
+)
 from remat.transforms.compat.scripted import (
     scripted_now,  # the tensor that a module of TorchScript holds at such a place
     scripted_places,  # where a module of TorchScript holds tensors
     set_scripted,  # let it hold another one there
 )
 from remat.transforms.compat.sharding import (
-    accumulating,  # the leaves of a wrapped module that gradients come to
     bookkeeping_aside,  # how wrappers of modules are to run what is for ends of their own
-    data_parallel,  # how the module that runs is spread by FSDP or DistributedDataParallel
-    gathers,  # whether FSDP2 has wrapped a module
     groups_in,  # the groups that a collective is called with
-    process_group,  # the ranks of the group of this name
-    reduced_in,  # the dtype in which FSDP2 reduces gradients
     sharding_aside,  # how DTensor is to run what it propagates shardings by
-    world_store,  # the store by which the processes of this job have met
-    wrapped_in,  # the module around a call whose gradients ranks reduce
 )

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from remat._torch import as_inductor_gets_it, partitioner_choice
 from remat.plan.graph import Graph
 from remat.plan.joint import Joint, Ref
 from remat.transforms import RematError, map_only, traits
-from remat.transforms.compat import as_inductor_gets_it, fake_mode, outside_all_modes, partitioner_choice
+from remat.transforms.compat import fake_mode, outside_all_modes
 
 SOLVERS = ("dp", "ilp", "greedy")
 

@@ -16,6 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from remat._torch import nothing_gathered
 from remat.plan.joint.fused import kernel_of_target
 from remat.transforms import ADDRESSES, RematError, flatten, is_tensor, quiet, unflatten
 from remat.transforms.closure import trial
@@ -28,7 +29,6 @@ from remat.transforms.compat import (
     functions_as_they_are,
     is_fake,
     is_wrapped,
-    nothing_gathered,
     outside_all_modes,
     without_module_trackers,
 )

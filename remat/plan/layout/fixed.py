@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from remat._torch import reduced_in
 from remat.plan.layout.layout import Layout
 from remat.plan.layout.local import Weight
-from remat.transforms.compat import reduced_in
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from remat._torch import fake_mesh
 from remat.plan.layout.layout import Layout
 from remat.transforms import RematError, flatten, local_tensors, unflatten, wraps
-from remat.transforms.compat import fake_mesh, fake_mode
+from remat.transforms.compat import fake_mode
 
 
 @dataclass(frozen=True)

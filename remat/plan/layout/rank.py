@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from remat._core import Decision, OpInfo
 from remat._ranks import wrong_anywhere
+from remat._torch import data_parallel, reduced_in
 from remat.plan.calls import graph_of
 from remat.plan.layout.trace import block_names
 from remat.plan.plans import WAIT, Plan, carried_out
 from remat.policies import Policy
 from remat.transforms import RematError, local_tensors
-from remat.transforms.compat import data_parallel, is_tracing, reduced_in
+from remat.transforms.compat import is_tracing
 
 if TYPE_CHECKING:
     from remat.plan.layout.mesh_plan import MeshPlan

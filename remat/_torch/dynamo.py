@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch._functorch import eager_transforms, vmap
 
-from remat.transforms.compat.autograd import (
+from remat.transforms import RematError
+from remat.transforms.compat import (
     VMAP,
     batch_size,
     depth,
+    exchange,
     level_stack,
     unwrap_batched,
     unwrap_for_grad,
 )
-from remat.transforms.compat.patches import exchange
-from remat.transforms.errors import RematError
 
 # By the names that torch.func itself has for them, which Dynamo knows. Level, batch size, where to put it.
 remove_batch_dim: Callable[[torch.Tensor, int, int, int], torch.Tensor] = vmap._remove_batch_dim  # pyright: ignore[reportPrivateImportUsage]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.patches import exchange
+from remat.transforms.compat import exchange
 
 _MISSING: Any = object()
 
