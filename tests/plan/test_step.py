@@ -11,16 +11,21 @@ from remat.plan import pareto, plans_by_budget, step_of
 from tests.inside import main
 from tests.plan.inside import planned_for, record
 
-FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+FLASH, EFFICIENT, CUDNN = (
+    f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")
+)
 
 
 @pytest.mark.parametrize(
     ("device", "dtype", "options", "kernel"),
     [
-        ("h100", torch.bfloat16, {"is_causal": True}, FLASH),
+        ("h100", torch.bfloat16, {"is_causal": True}, CUDNN),
+        ("a100", torch.bfloat16, {"is_causal": True}, FLASH),
         ("h100", torch.float32, {"is_causal": True}, EFFICIENT),
-        ("h100", torch.bfloat16, {"value": 64}, EFFICIENT),
-        ("h100", torch.bfloat16, {"mask": torch.bool, "groups": 2, "enable_gqa": True}, "bmm"),
+        ("h100", torch.bfloat16, {"value": 64}, CUDNN),
+        ("a100", torch.bfloat16, {"value": 64}, EFFICIENT),
+        ("h100", torch.bfloat16, {"mask": torch.bool, "groups": 2, "enable_gqa": True}, CUDNN),
+        ("a100", torch.bfloat16, {"mask": torch.bool, "groups": 2, "enable_gqa": True}, "bmm"),
         ("cpu", torch.float32, {"groups": 2, "enable_gqa": True}, f"{FLASH}_for_cpu"),
     ],
 )

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 def kernel_of_target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """A torch function as its target runs it; None where torch knows."""
     if func is ATTENTION:
-        return as_on_target(args, kwargs)
+        return as_on_target(*args, **kwargs)
     if func is not F.rms_norm and func is not F.dropout:
         return None
     given = args[0] if args else kwargs.get("input")

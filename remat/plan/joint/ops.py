@@ -148,7 +148,7 @@ class Joint:
             is saved, the last op while the memory was there, whoever held it.
         ends: for each storage the last op of the backward while a node held a value that was made there, or
             that it has taken out of what is kept. Where no hooks told what is saved, as `held`.
-        target: the kind of device that tensors without a device are planned for, "cpu" or "cuda".
+        target: the kind of device that tensors without a device are planned for (`target_kind`).
 
     Nothing in it holds a tensor, a module or a function of the user's: joint graphs are kept in caches.
     """
