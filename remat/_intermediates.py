@@ -12,6 +12,7 @@ from torch import Tensor
 
 from remat._dynamo import capture as intermediates_capture
 from remat._dynamo import capture_grads as intermediates_capture_grads
+from remat._dynamo import differentiated, offset
 from remat.transforms import (
     RematError,
     WrongType,
@@ -22,7 +23,7 @@ from remat.transforms import (
     replace_arguments,
     unflatten,
 )
-from remat.transforms.intermediates import Perturbations, Values, differentiated, offset, opened
+from remat.transforms.intermediates import Perturbations, Values, opened
 
 
 def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[..., tuple[Any, dict[str, Any]]]:

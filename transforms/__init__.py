@@ -33,9 +33,12 @@ from remat.transforms.grad import (
     argument_positions,  # `argnums` checked against a call and made positive
     check_scalar,  # raise for a value that has no gradient: not a scalar tensor
     checked_tensor,  # raise for a leaf to differentiate that is no tensor
+    fresh_leaf,  # a leaf with the numbers of a value, to differentiate by
     grad,  # the gradient of a scalar function
+    gradients_of,  # the gradients of a value, zeros where it does not depend on a leaf
     leaves_behind,  # the tensors in which the graph behind some ends
     named_like,  # give a wrapper the name and docstring of what it wraps
+    reaches_other_leaves,  # whether a graph ends in others than these leaves
     replace_arguments,  # the arguments with those to differentiate exchanged
     value_and_grad,  # the value and the gradient of a scalar function, value first
 )

@@ -14,6 +14,10 @@ from remat._core.flops import (
     op_name,  # `aten::mm` for every overload and for the packet
     set_price,  # let a custom op cost what a function says
 )
+from remat._core.isolated import (
+    Isolated,  # gradients and storages as a look met them
+    isolated,  # leave gradients and storages as they are, whatever runs inside
+)
 from remat._core.keywords import (
     KeywordError,  # a keyword that may be meant for two functions
     check_callable,  # raise where a report is given a result in place of a function

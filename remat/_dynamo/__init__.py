@@ -1,5 +1,9 @@
 """What Dynamo sees of regions, scans and captures."""
 
+from remat._dynamo.gradients import (
+    differentiated,  # the value of a function with gradients of its leaves and of its named values
+    offset,  # what is added to a named value: a negative zero, which changes no bit
+)
 from remat._dynamo.intermediates import (
     capture,  # the result of `fn`, the named trees, and all names that it gave
     capture_grads,  # gradients of arguments and of named trees, while Dynamo traces

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat._dynamo.gradients import differentiated, offset
 from remat._torch import (
     BROKEN,
     bypassing_wrapper,
@@ -44,7 +45,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.compiled import CAPTURED, VARIABLE
 from remat.transforms.entry import Graph, levels_left
-from remat.transforms.intermediates import Perturbations, differentiated, offset
+from remat.transforms.intermediates import Perturbations
 from remat.transforms.intermediates import opened as taps_opened
 
 bypass = bypassing_wrapper()

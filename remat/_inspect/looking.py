@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat._core import isolating
+from remat._core import Isolated, isolated, isolating
+from remat._torch import resize_storage
 from remat.transforms import targets, traits
 from remat.transforms.compat import (
     DispatchMode,
     functions_as_they_are,
     is_strided,
     is_wrapped,
-    resize_storage,
     set_version,
     storage_key,
 )
-from remat.transforms.state import Isolated, isolated
 from remat.transforms.tape import made_by
 
 

@@ -37,3 +37,7 @@ from remat._torch.groups import (
     world_store,  # the store by which the processes of this job have met
     wrapped_in,  # the module around a call whose gradients ranks reduce
 )
+from remat._torch.looks import (
+    backwards_watched,  # run what Python starts as a backward, and be told of storages that get another size
+    resize_storage,  # give a storage another size, which nobody is told of
+)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from remat._core import Device, isolating, known_flops
+from remat._core import Device, isolated, isolating, known_flops
 from remat._torch import dynamo_errors
 from remat.debug import Recomputed, RegionNodes, regions_in, uncompiled
 from remat.gpu.cards import card
@@ -42,7 +42,6 @@ from remat.transforms.closure import Bindings, reached
 from remat.transforms.compat import is_fake
 from remat.transforms.compiled import RECOMPUTED
 from remat.transforms.scan.traced import KERNELS, living_with
-from remat.transforms.state import isolated
 
 
 def compile_for(

@@ -159,10 +159,6 @@ from remat.transforms.compat.graph import (
     listed,  # what such a slot holds: a saved tensor, or several
     saved_slots,  # where a node of a kind saves tensors
 )
-from remat.transforms.compat.looks import (
-    backwards_watched,  # run what Python starts as a backward, and be told of storages that get another size
-    resize_storage,  # give a storage another size, which nobody is told of
-)
 from remat.transforms.compat.modes import (
     DispatchMode,  # the base of every dispatch mode: compiled functions under it run compiled
     HigherOrderOperator,  # an operator on functions

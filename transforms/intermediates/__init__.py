@@ -1,9 +1,5 @@
-"""Named values on their way out of regions, and what is added to them on the way in."""
+"""Named values on their way out of regions, and offsets on their way in."""
 
-from remat.transforms.intermediates.gradients import (
-    differentiated,  # the value of a function with gradients of its leaves and of its named values
-    offset,  # what is added to a named value: a negative zero, which changes no bit
-)
 from remat.transforms.intermediates.taps import (
     Handed,  # the open sessions of a graph, as a region of that graph can serve them
     Mirrors,  # the open sessions as a region below their levels can serve them

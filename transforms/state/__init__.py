@@ -1,4 +1,4 @@
-"""What is set around a region, and its random numbers, put back for its recomputation; what looks isolate."""
+"""What is set around a region, and its random numbers, put back for its recomputation."""
 
 from remat.transforms.state.ambient import (
     Ambient,  # a snapshot of switches, autocast and default device
@@ -32,8 +32,4 @@ from remat.transforms.state.functional_rng import (
     draw,  # what `func(*args, **kwargs)` would draw, as a function of `seed`
     new_seed,  # a seed from the default generator of the device that the call draws on
     refuse_generator,  # raise for a draw from a generator of the user's
-)
-from remat.transforms.state.isolated import (
-    Isolated,  # gradients and storages as a look met them
-    isolated,  # leave gradients and storages as they are, whatever runs inside
 )

@@ -16,6 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from remat._core import isolated
 from remat._torch import nothing_gathered
 from remat.plan.joint.fused import kernel_of_target
 from remat.transforms import ADDRESSES, RematError, flatten, is_tensor, quiet, unflatten
@@ -34,7 +35,6 @@ from remat.transforms.compat import (
 )
 from remat.transforms.intermediates import only
 from remat.transforms.region import planning
-from remat.transforms.state import isolated
 
 
 class StandIns(TorchFunctionMode):

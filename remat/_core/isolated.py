@@ -12,14 +12,9 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import (
-    backwards_watched,
-    functions_as_they_are,
-    outside_all_modes,
-    resize_storage,
-    storage_key,
-)
-from remat.transforms.grad import leaves_behind
+from remat._torch import backwards_watched, resize_storage
+from remat.transforms import leaves_behind
+from remat.transforms.compat import functions_as_they_are, outside_all_modes, storage_key
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 

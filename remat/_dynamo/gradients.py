@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat.transforms import (
+    flatten,
+    fresh_leaf,
+    gradients_of,
+    is_tensor,
+    merge,
+    reaches_other_leaves,
+    split,
+    unflatten,
+)
 from remat.transforms.compat import hooks_aside, in_transform
-from remat.transforms.grad import fresh_leaf, gradients_of, reaches_other_leaves
-from remat.transforms.intermediates.taps import Perturbations
-from remat.transforms.objects import is_tensor
-from remat.transforms.pytree import flatten, merge, split, unflatten
+from remat.transforms.intermediates import Perturbations
 
 
 def differentiated(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.patches import exchange
+from remat.transforms.compat import exchange
 
 # Every backward that Python starts ends in this object's `run_backward`; torch has no hook around it.
 _variable: Any = torch.autograd.Variable
