@@ -13,13 +13,11 @@ import torch.utils._pytree as pytree
 from benchmarks.common.records import Record, Target, ratio, save, told
 from benchmarks.functional import LIMITS, Functional
 from benchmarks.functional import POLICIES as FUNCTIONAL
-from benchmarks.functional import targets as functional_targets
 from benchmarks.memory import MODES, Memory
 from benchmarks.memory import targets as memory_targets
 from benchmarks.offload import Offload
 from benchmarks.offload import targets as offload_targets
 from benchmarks.overhead import KINDS, Overhead, function_block
-from benchmarks.overhead import targets as overhead_targets
 from remat import remat
 
 pytestmark = pytest.mark.slow
@@ -56,19 +54,9 @@ def test_every_byte_of_an_offload_is_accounted_for() -> None:
     assert all(value == limit for value, limit in found.values()), found
 
 
-@pytest.mark.slow
-def test_overhead_runs_every_rival_and_ours() -> None:
-    got = Overhead(depth=1, processes=1, rounds=1).run()
-    rows = ["none", "torch_checkpoint", "torch_sac", "torch_remat", "save_nothing", "save_matmuls"]
-    rows = [("backward", row) for row in [*rows, "checkpoint_policy(budget=0.5)"]]
-    for metric in ("overhead per block", "overhead per block, alternating"):
-        found = [(r.mode, r.policy) for r in got if r.metric == metric]
-        assert found[: len(rows)] == rows and {kind for kind, _ in found} == {"backward", *KINDS}
-    assert [t.limit for t in overhead_targets(got)] == [0.9, 0.9, 0.45, 1.05, *[1.15] * 14, 1.1]
-
-
 def test_every_row_of_the_overhead_computes_the_same_gradient() -> None:
     benchmark, gradients = Overhead(depth=2), dict[str, torch.Tensor]()
+    assert {kind for kind, _ in benchmark.rows()} == {"backward", *KINDS}
     for kind, row in benchmark.rows():
         model = benchmark.model(kind, row)
         torch.manual_seed(0)
@@ -78,12 +66,8 @@ def test_every_row_of_the_overhead_computes_the_same_gradient() -> None:
         torch.testing.assert_close(x.grad, gradients.setdefault(kind, x.grad))
 
 
-def test_every_row_under_torch_func_is_measured_and_computes_the_same() -> None:
-    benchmark = Functional(depth=1, processes=1, rounds=1, steps=1)
-    rows = {(way, policy) for way in ("backward", *LIMITS) for policy in FUNCTIONAL}
-    got = benchmark.run()
-    assert {(r.mode, r.policy) for r in got} == rows and all((r.value or 0.0) > 0 for r in got)
-    assert [t.limit for t in functional_targets(got)] == [3.5, 4.0, 1.15, 3.0, *[1.15] * 8]
+def test_every_row_under_torch_func_computes_the_same() -> None:
+    benchmark = Functional(depth=1)
     for way in LIMITS:
         want = pytree.tree_leaves(benchmark.step(way, function_block)())
         for policy in FUNCTIONAL.values():

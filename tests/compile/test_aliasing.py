@@ -203,6 +203,7 @@ PASSED_ON = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PASSED_ON)
 def test_a_region_inside_returns_what_it_is_given(case: str) -> None:
     """Dynamo alone takes the operand for a value of the inner graph, and fails; so it does with torch's

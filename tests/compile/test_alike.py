@@ -77,6 +77,7 @@ def _value(storages: dict[int, int], tensor: Tensor) -> Any:
 EVERY_SECOND = list(CASES)[::2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ("matmuls",))
 @pytest.mark.parametrize("name", EVERY_SECOND[::40])
 def test_graphs_and_gradients_are_those_of_tracing(name, policy):
@@ -216,6 +217,7 @@ COPIED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COPIED)
 def test_what_is_copied(name, copies):
     program, expected = COPIED[name]
@@ -244,6 +246,7 @@ def test_each_copy_draws_its_own_numbers(copies):
     assert out.detach().abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_policies_are_asked_once_for_regions_that_are_alike(monkeypatch):
     asked = []
     decide = PolicySelector.decide

@@ -45,6 +45,7 @@ TURNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transform", "run", "wrap"), TURNS[::3])
 def test_every_transform(transform, run, wrap):
     def of(wrap):
@@ -72,6 +73,7 @@ def loss_of(wrap, names=("h",)):
     return loss
 
 
+@pytest.mark.slow
 @transforms
 def test_the_function_itself_and_in_other_code(transform):
     f = transform(loss_of(remat), NAMES)
@@ -105,6 +107,7 @@ def test_captured_parameters():
     same(net.weight.grad, grad(lambda w: F.linear(X, w, net.bias).square().sum())(net.weight.detach()))
 
 
+@pytest.mark.slow
 @transforms
 def test_trees_and_integers_and_repeated_names(transform):
     def f(x):
@@ -136,6 +139,7 @@ def test_captures_in_captures(transform):
 POLICIES = {"everything": save_everything, "names": save_names("h"), "budget": checkpoint_policy(budget=0.5)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_nothing_more_is_kept_or_run_again(policy):
     loss = loss_of(lambda f: remat(f, policy=policy), ("g", "h"))
@@ -160,6 +164,7 @@ def test_recomputation_survives():
     assert_recomputed(capture_grads(loss_of(remat), NAMES), W, X, ops=["tanh"])
 
 
+@pytest.mark.slow
 def test_random_numbers_are_those_of_the_function():
     f = remat(lambda x: checkpoint_name(F.dropout(x, 0.5), "h").sum())
     torch.manual_seed(0)
@@ -227,6 +232,7 @@ def test_what_dynamo_refuses_in_a_region_names_it(transform):
     assert "write torch.where for if, return values, draw outside" in str(refused.value)
 
 
+@pytest.mark.slow
 @transforms
 def test_a_broken_graph_says_so(transform):
     def broken(x):

@@ -13,6 +13,7 @@ from tests.helpers import gradients, rand, same
 from tests.rotary import Alone, angles, block, chain, inputs, rotate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
 def test_a_backward_evaluates_no_sines(policy):
     w, x = inputs()
@@ -46,6 +47,7 @@ def test_a_policy_may_bar_it(policy):
     assert graphs.backward["cos"] and not graphs.forward["once"]
 
 
+@pytest.mark.slow
 def test_one_graph_has_one_table():
     w, x = inputs()
     graphs = Graphs(grad(chain(remat(block))))
@@ -70,6 +72,7 @@ def test_tables_of_other_numbers_are_others():
     assert graphs.forward["cos"] == 2 and not graphs.backward["cos"]
 
 
+@pytest.mark.slow
 def test_writes_to_a_table_stay_where_they_are():
     def written(w: Tensor, x: Tensor) -> Tensor:
         table, other = angles(x).cos(), angles(x).cos()

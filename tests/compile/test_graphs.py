@@ -110,6 +110,7 @@ def test_one_forward_and_one_recomputation_in_one_graph():
     assert graphs.forward["mm"] == 5 + 5 + 2 * 5 and not graphs.backward
 
 
+@pytest.mark.slow
 def test_a_second_order_gradient_recomputes_the_first_one_once():
     w, x = shared()
     first = grad(chain(3))
@@ -181,6 +182,7 @@ def test_dynamic_shapes_compile_once(how, policy):
     assert graphs.frames == 1 and graphs.backward["mm"] == 3 + (2 if policy == save_nothing else 0)
 
 
+@pytest.mark.slow
 def test_dynamic_batch_of_per_sample_gradients_compiles_once():
     w, _ = shared()
     per_sample = vmap(grad(chain(2)), (None, 0))
@@ -191,6 +193,7 @@ def test_dynamic_batch_of_per_sample_gradients_compiles_once():
     assert graphs.frames == 1
 
 
+@pytest.mark.slow
 def test_every_wrapped_function_has_a_compilation_of_its_own():
     w, x = shared()
     # One code object for all would run into Dynamo's limit of recompilations.
@@ -236,6 +239,7 @@ def test_modules(policy):
     assert graphs.backward["mm"] + graphs.backward["addmm"] == 6 + (3 if policy == save_nothing else 0)
 
 
+@pytest.mark.slow
 def test_a_training_step_in_one_graph():
     network = Network(remat).double()
 
@@ -338,6 +342,7 @@ def test_a_graph_break_in_a_region_runs_it_in_eager(capsys):
     assert "broken" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", ["inside"])
 def test_callables_of_every_kind(made):
     w, x = shared()

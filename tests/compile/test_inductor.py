@@ -162,6 +162,7 @@ def test_a_fenced_value_is_not_overwritten():
     same(x, before, 0.0)
 
 
+@pytest.mark.slow
 def test_a_value_is_read_before_and_after_its_fence():
     region = remat(lambda x: torch.sin(x) * x.flip(0))
     # The recomputation reads exp(x), and so does what comes after it.

@@ -64,6 +64,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A budget of")
 @pytest.mark.parametrize(("name", "budget"), CASES)
 def test_budgets_keep_at_most_what_the_compiler_keeps(name, budget):
@@ -73,6 +74,7 @@ def test_budgets_keep_at_most_what_the_compiler_keeps(name, budget):
     assert kept_bytes(region, *args) <= kept_bytes(PROGRAMS[name], *args)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A budget of")
 def test_a_function_is_not_planned_as_another_of_the_same_arguments():
     """After some compilations of one function others were planned by its graph, and kept 49,408 bytes."""

@@ -30,6 +30,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("region", REGIONS)
 def test_floats_of_the_caller_and_of_modules(region):
     fn = REGIONS[region](lambda fn: remat(fn, policy=save_matmuls))
@@ -40,6 +41,7 @@ def test_floats_of_the_caller_and_of_modules(region):
         same(WAYS["backward"](graphs, x, e), WAYS["backward"](expected, x, e))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [checkpoint_policy(budget=0.5)], ids=["budget"])
 def test_under_a_transform_and_a_budget(policy):
     plain = REGIONS["eps"](lambda fn: fn)
@@ -68,6 +70,7 @@ def test_a_float_that_several_regions_read(dynamic):
         same(compiled(grad(step(remat)), dynamic=True)(x.detach()), grad(plain)(x.detach()))
 
 
+@pytest.mark.slow
 def test_a_float_that_two_scans_read():
     config = SimpleNamespace(scale=0.5)
 

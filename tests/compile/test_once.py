@@ -123,6 +123,7 @@ def test_equal_blocks_are_one_subgraph_each_way(once, policy):
     assert run.forward["aten.mm.default"] == 2 < unmarked.forward["aten.mm.default"] == 10
 
 
+@pytest.mark.slow
 def test_under_torch_func(once):
     ws, x = weights(), rand(4, 8)
 
@@ -206,6 +207,7 @@ class Marked(Block):
         return super().forward(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", (Block, Marked))
 def test_modules(once, kind):
     blocks = nn.ModuleList([kind() for _ in range(5)]).double()
@@ -278,6 +280,7 @@ def test_other_compilers_are_given_no_subgraphs():
     assert run.subgraphs == ([], [])
 
 
+@pytest.mark.slow
 def test_what_inductor_cannot_call_is_written_out(once):
     ws, x = weights(), rand(4, 8).requires_grad_()
     for option in ("cpp_wrapper", "triton.cudagraphs"):
@@ -288,6 +291,7 @@ def test_what_inductor_cannot_call_is_written_out(once):
         assert run.subgraphs == ([], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["backward"])
 def test_inductor_writes_a_function_for_all_of_them(name):
     ws, x = weights(6), rand(4, 8).requires_grad_()

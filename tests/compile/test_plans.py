@@ -108,6 +108,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A budget of")
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_number_that_changes_is_a_constant_of_each_graph(name):
@@ -142,6 +143,7 @@ def test_parameters_and_captured_tensors_are_free(call, plans):
     assert plans[0][0] <= X.nbytes + 4 * 8 * width * len(X)
 
 
+@pytest.mark.slow
 def test_layers_made_regions_in_place_compile_for_every_length():
     layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)).double()
     model = torch.nn.Sequential(layers)
@@ -157,6 +159,7 @@ def test_layers_made_regions_in_place_compile_for_every_length():
     torch.testing.assert_close(made, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_budget_of_dynamic_shapes_plans_around_numbers_that_dynamo_made_tensors_of():
     """LayerNorm.eps: nothing is warned of, and the plan is that of eager."""
     norm, weight = nn.LayerNorm(16), nn.Parameter(torch.randn(16, 16))

@@ -237,6 +237,7 @@ def check_complex(backend: str) -> None:
             assert 0.9 < float(mine.std() / theirs.std()) < 1.1
 
 
+@pytest.mark.slow
 def test_complex_draws() -> None:
     check_complex("aot_eager")
 

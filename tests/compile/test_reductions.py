@@ -41,6 +41,7 @@ def differing(kinds, shape, seeds: int) -> dict[str, int]:
     return {kind: count for kind, count in found.items() if count}
 
 
+@pytest.mark.slow
 def test_a_recomputed_reduction_has_the_forwards_bits():
     assert not differing(["softmax"], (9, 130), seeds=5)
 

@@ -74,6 +74,7 @@ def test_a_result_that_only_later_ops_read_is_recomputed(policy, view):
     assert [graphs.held().count((2, 4, n, n)) for n in (16, 8)] == [1 + kept, 2 + kept]
 
 
+@pytest.mark.slow
 def test_a_result_is_recomputed_in_one_graph_too():
     ws, x = images()
     same(compiled(grad(pooled(remat)))(ws, x), torch.autograd.grad(pooled(lambda f: f)(ws, x), ws))

@@ -8,6 +8,7 @@ from remat import remat, save_everything, save_matmuls, save_nothing, save_ops
 from tests.helpers import rand, same
 
 
+@pytest.mark.slow
 def test_an_index_made_inside_is_not_taken_for_memory_that_is_gone():
     """A snapshot of memory that has gone is not looked up by its address, which a new tensor may have."""
 

@@ -15,25 +15,15 @@ def same(seeds: range, ways: tuple[str, ...], backend: str = "aot_eager") -> Non
     assert counts["same"] > 0.9 * len(seeds)
 
 
-@pytest.mark.parametrize("first", range(0, 100, TOGETHER))
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 200, TOGETHER))
 def test_scans_are_as_the_loop(first: int) -> None:
     same(range(first, first + TOGETHER), EAGER)
 
 
 @pytest.mark.slow
 def test_compiled_scans_are_as_the_loop() -> None:
-    same(range(100_000, 100_010), COMPILED)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 1500, 5 * TOGETHER))
-def test_more_scans_are_as_the_loop(first: int) -> None:
-    same(range(first, first + 5 * TOGETHER), EAGER)
-
-
-@pytest.mark.slow
-def test_more_compiled_scans_are_as_the_loop() -> None:
-    same(range(101_000, 101_000 + TOGETHER), COMPILED)
+    same(range(100_000, 100_016), COMPILED)
 
 
 @pytest.mark.slow

@@ -128,12 +128,15 @@ def around() -> None:
         _, torchs, gathers = train(layout, SAC)
         assert not layout.startswith("fsdp") or gathers
         sizes = []
-        for policy in (save_nothing, save_matmuls, checkpoint_policy(budget=0.5)):
+        every = save_nothing, save_matmuls, checkpoint_policy(budget=0.5)
+        for policy in every if layout == "fsdp2" else every[1:2]:
             found, kept, again = train(layout, policy)
             assert all(map(torch.equal, found, expected)), (layout, policy)
             assert again <= gathers, (layout, policy, again, gathers)
             assert min(kept) <= max(torchs), (layout, policy, kept, torchs)
             sizes.append(min(kept))
+        if layout != "fsdp2":
+            continue
         # The budget is one of activations: the input, and half of what no remat keeps at the most.
         plan = checkpoint_policy(budget=0.5).plan(Block(), torch.empty(64, 32, requires_grad=True))
         assert sizes[2] - sizes[0] == 3 * (plan.kept_bytes - 64 * 32 * 4), (layout, sizes, plan.kept_bytes)

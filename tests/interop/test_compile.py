@@ -62,6 +62,7 @@ def test_other_contexts_in_compiled_code_are_refused():
         torch.compile(region, backend="aot_eager", fullgraph=True)(X.clone().requires_grad_(), W)
 
 
+@pytest.mark.slow
 def test_layers_that_were_made_regions_in_compiled_code():
     model = nn.apply(stack(), layers=torch.nn.Linear, policy=save_nothing)
     assert nn.regions(model)

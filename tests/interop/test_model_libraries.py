@@ -72,6 +72,7 @@ def test_transformers(kind, policy, way):
     assert dots == 0 if policy != save_nothing else dots > 0
 
 
+@pytest.mark.slow
 def test_transformers_under_torch_func():
     """Per-sample gradients of a checkpointed model, which torch's checkpoint refuses."""
     from remat.interop import huggingface
@@ -159,6 +160,7 @@ def unet():
     ).train()
 
 
+@pytest.mark.slow
 def test_diffusers():
     from remat.interop import diffusers
 

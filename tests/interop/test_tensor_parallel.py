@@ -140,6 +140,7 @@ def train(mesh, policy, sequence, x, **options):
     return found, trace_memory(step).kept, sent.counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [True])
 def test_policies_keep_what_they_say(mesh, sequence):
     """Bytes at most those of torch's selective checkpoint with the same verdicts; gradients bit for bit."""
@@ -155,6 +156,7 @@ def test_policies_keep_what_they_say(mesh, sequence):
     assert kept[save_everything] <= plain
 
 
+@pytest.mark.slow
 def test_collectives_are_ops(mesh):
     """They run again unless a policy keeps them; torch's checkpoint runs as many again as save_nothing."""
     x, counts = torch.randn(2, 16, 32), {}

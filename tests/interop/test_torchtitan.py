@@ -103,6 +103,7 @@ def test_the_default_recomputes_all_reduces_and_all_gathers(titan):
     assert [policy(OpInfo(op, (), {}, ())) for op in ops] == [*[Decision.RECOMPUTE] * 2, Decision.SAVE]
 
 
+@pytest.mark.slow
 def test_a_plan(titan, tmp_path):
     tiny().save(tmp_path / "plan.json")
     model = Decoder(TINY, TOKENS[1])

@@ -130,6 +130,7 @@ def watched(fn, stages, x):
     return watch.peak - y.nbytes, watch.flops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.1, 1.5])
 def test_the_engine_keeps_to_the_plan(share):
     stages, x = halves()
@@ -156,6 +157,7 @@ def test_the_lowest_peak_takes_nested_regions():
     assert plan.kept_bytes < every_half / 5
 
 
+@pytest.mark.slow
 def test_random_numbers_are_the_same_when_they_run_for_the_third_time():
     stages, x = halves(2, dropout=0.3)
     plan = plan_chain(stages, x.requires_grad_() * 1, peak=lowest_of(stages, x * 1))
@@ -166,6 +168,7 @@ def test_random_numbers_are_the_same_when_they_run_for_the_third_time():
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False])
 def test_under_compile_and_torch_func(compiled):
     stages, x = halves(2)
@@ -179,6 +182,7 @@ def test_under_compile_and_torch_func(compiled):
     torch.testing.assert_close(pulled, expected[0])
 
 
+@pytest.mark.slow
 def test_stages_may_use_torch_func_inside():
     """torch.func refuses the hooks on saved tensors by which a look sees what autograd keeps."""
 
@@ -202,6 +206,7 @@ def test_stages_may_use_torch_func_inside():
     assert kept[0] > kept[1]
 
 
+@pytest.mark.slow
 def test_trees_and_what_all_stages_share():
     def stage(state, scale, shift):
         return {"x": torch.tanh(state["x"] @ state["w"]) * scale + shift, "w": state["w"]}

@@ -191,6 +191,7 @@ def test_a_budget_is_as_good_inside_a_level_of_vmap():
         assert ops.dots == 5
 
 
+@pytest.mark.slow
 def test_one_budget_over_the_regions_of_a_model():
     torch.manual_seed(3)
     model = torch.nn.Sequential(*[GPTBlock(32, 4, 0.1) for _ in range(3)])
@@ -327,6 +328,7 @@ def test_a_budget_around_a_function_that_calls_a_compiled_module():
     same(ours, gradients(net))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A budget of")
 @pytest.mark.parametrize("transform", ["autograd", "grad", "compiled"])
 def test_nested_budgets_leave_torchs_log_empty(transform, capfd):

@@ -92,6 +92,7 @@ class Llama(torch.nn.Module):
         return x.float().square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_blocks_that_share_tables_peak_as_planned(dtype):
@@ -113,6 +114,7 @@ def test_blocks_that_share_tables_peak_as_planned(dtype):
         model.zero_grad(set_to_none=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", ["roofline"])
 def test_no_ready_policy_everywhere_is_modelled_cheaper_at_its_own_peak(cost):
     model, tokens = example()
@@ -129,6 +131,7 @@ def test_no_ready_policy_everywhere_is_modelled_cheaper_at_its_own_peak(cost):
         done.remove()
 
 
+@pytest.mark.slow
 def test_it_plans_for_other_calls_too():
     """Another length, another mode, no gradients: the blocks do what they do without."""
     model, tokens = example()
@@ -145,6 +148,7 @@ def test_it_plans_for_other_calls_too():
         assert model(tokens).isfinite()
 
 
+@pytest.mark.slow
 def test_the_loss_may_be_a_function_of_the_result():
     """The model's own loss, or one of its features: what is differentiated is planned."""
     model, tokens = example()
@@ -159,6 +163,7 @@ def test_the_loss_may_be_a_function_of_the_result():
     assert remat.fit(features, x, peak="1GiB").plain_bytes == pytest.approx(summed.plain_bytes, rel=0.1)
 
 
+@pytest.mark.slow
 def test_what_is_held_and_what_is_said_of_a_peak_below():
     model, tokens = example()
     size = sum(p.nbytes for p in model.parameters())

@@ -572,6 +572,7 @@ MISSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_peaks_are_those_of_steps(kind):
     torch.manual_seed(0)
@@ -579,6 +580,7 @@ def test_peaks_are_those_of_steps(kind):
     check(make(), torch.randn(4, 24, 32), rel=rel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [pytest.param(make, marks=pytest.mark.xfail(strict=True, reason=why)) for make, why in MISSED.values()],
@@ -630,6 +632,7 @@ class Strided(FeedForward):
         return x + self.net(image.reshape(4, 12, 32).repeat(1, 2, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Neighbours, Filtered, Depthwise, Strided])
 def test_what_kernels_take_is_part_of_a_peak(kind):
     torch.manual_seed(0)
@@ -664,6 +667,7 @@ class Hierarchy(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_blocks_inside_of_stages_are_tried_too():
     model, x = Hierarchy(), torch.randn(64, 32)
     plain, low = lowest(model, (x,))
@@ -687,6 +691,7 @@ class Named(nn.Module):
         return self.head(self.up1(z) + y).square().mean()
 
 
+@pytest.mark.slow
 def test_without_lists_the_class_with_most_parameters_is_tried():
     model, x = Named(), torch.randn(64, 32)
     plain, low = check(model, x)
@@ -694,6 +699,7 @@ def test_without_lists_the_class_with_most_parameters_is_tried():
     assert set(remat.fit(model, x, peak=low).applied) <= {"down1", "down2", "up1"}
 
 
+@pytest.mark.slow
 def test_where_stages_do_not_reach_a_peak_the_largest_class_is_tried():
     model = nn.ModuleDict({"lists": Hierarchy(), "named": Named()})
 
@@ -722,6 +728,7 @@ class Drops(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_layer_drop_is_reported_and_all_blocks_are_made_regions():
     model, x = Drops(), torch.randn(64, 32)
     random.seed(1)
@@ -784,6 +791,7 @@ class Unread(Row):
         return x[x.sum(-1) > 0].square().sum() / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "block"), [(Row, Routed), (Row, Branch), (Unread, OldConstant)])
 def test_what_needs_data_is_planned_from_two_real_steps(kind, block, capfd):
     torch.manual_seed(0)

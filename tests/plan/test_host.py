@@ -91,6 +91,7 @@ def test_a_plan_over_a_link_is_carried_out():
     assert slow.cost <= without.cost * 1.01 and not any(region.sent for region in slow.regions)
 
 
+@pytest.mark.slow
 def test_equal_layers_are_traced_and_solved_once(monkeypatch):
     """However many there are: one graph, one problem, and a front for each window; nothing is left of it."""
     solved, problems, traced = [], [], []

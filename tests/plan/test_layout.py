@@ -82,6 +82,7 @@ def sizes():
     return block, sum(p.numel() for p in model.parameters()) - 3 * block
 
 
+@pytest.mark.slow
 def test_fixed_bytes_line_by_line():
     plan = tiny(dp_shard=2, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     block, outside = sizes()
@@ -121,6 +122,7 @@ def test_fixed_bytes_of_variants(options, reshard):
     }
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_as_this_torch_does():
     half, own = torch.bfloat16, torch.float32
     buffers = {
@@ -142,6 +144,7 @@ def test_fixed_bytes_without_shards():
     assert tiny(dp_replicate=2).stages[0].fixed == alone | {"buckets of gradients": whole}
 
 
+@pytest.mark.slow
 def test_equal_blocks_are_traced_once_and_numbered_ones_are_alike():
     plan = tiny(dp_shard=2)
     assert list(plan.stages[0].blocks) == ["layers.0", "layers.1", "layers.2"] and len(plan.programs) == 1
@@ -168,6 +171,7 @@ def test_blocks_may_use_torch_func_inside():
     assert [block.kept_bytes for block in plan.stages[0].blocks.values()] == [alone.kept_bytes] * 3
 
 
+@pytest.mark.slow
 def test_tensor_parallel_plans_are_of_the_local_program():
     whole, part = tiny(), tiny(tp=2, parallelize=tensor_parallel)
     (ops,) = part.programs.values()
@@ -250,6 +254,7 @@ def test_a_plan_is_a_file_and_all_make_the_same():
     assert "optimizer state" in str(plan) and "3 blocks" in str(plan)
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_what_was_planned(tmp_path):
     torch.manual_seed(0)
     model, tokens = Decoder(TINY, TOKENS[1]), torch.randint(0, 64, TOKENS)

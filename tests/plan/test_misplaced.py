@@ -25,6 +25,7 @@ def decoder():
     return Decoder(ONE, TOKENS[1])
 
 
+@pytest.mark.slow
 def test_another_mesh(monkeypatch):
     """Ranks are counted where there is a group; a rank's ops are compared in its first forward."""
     parts = remat_nn.apply(decoder(), plan=tiny(tp=2, parallelize=tensor_parallel))

@@ -13,6 +13,7 @@ from tests.plan.inside import Flops, complete, record, solve, torch_plan
 from tests.plan.models import GPTBlock, LlamaBlock
 
 
+@pytest.mark.slow
 def test_nobody_is_below_the_bound_and_the_exact_plan_touches_it():
     frontier = pareto(GPTBlock(32, 4), torch.randn(2, 8, 32), points=6)
     planners = {p.planner for p in frontier.points}
@@ -43,6 +44,7 @@ def test_nobody_is_below_the_bound_and_the_exact_plan_touches_it():
 BLOCKS = {"gpt": lambda: GPTBlock(64, 4), "llama": lambda: LlamaBlock(64, 8, 2, 96)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "solver"), crossed(BLOCKS, ["dp", "ilp", "greedy"]))
 def test_never_worse_than_torch_on_the_same_graph(name, solver):
     block = BLOCKS[name]()
@@ -74,6 +76,7 @@ def test_plan_command_prints_a_plan_and_writes_it(tmp_path, capsys):
     assert json.loads(out.read_text())["region"] == "GPTBlock"
 
 
+@pytest.mark.slow
 def test_plan_command_draws_the_frontier(tmp_path, capsys):
     args = [f"{__name__}:block", "--input", "8x8", "--input", "4x8", "--points", "3"]
     assert main(["plan", *args, "--csv", str(tmp_path / "f.csv")]) == 0

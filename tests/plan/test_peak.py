@@ -40,6 +40,7 @@ def compiled_plan(model, x, **options):
     return plan_graph(graph_of(model, (x * 1,)), BudgetPolicy(**options), "deep", compiled=True)
 
 
+@pytest.mark.slow
 def test_in_eager_a_region_runs_again_as_a_whole():
     """Whatever it keeps, its own peak is that of all its values; what it keeps matters to other regions."""
     model, x = deep(8)
@@ -108,6 +109,7 @@ def test_peak_beside_a_budget_keeps_to_both():
     assert Plan.from_json(plan.to_json()).peak_bytes == plan.peak_bytes > plan.kept_bytes
 
 
+@pytest.mark.slow
 def test_a_model_plan_within_a_peak():
     model, x = deep()
     regions = [remat(block, policy=checkpoint_policy(budget=0.5)) for block in model]

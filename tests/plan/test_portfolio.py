@@ -12,6 +12,7 @@ from tests.plan.inside import candidates, complete, graph_of, policy, record, to
 from tests.plan.models import GPTBlock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scipy", sparse([False, True], 2))
 def test_never_worse_than_torch_with_or_without_a_proof(monkeypatch, scipy):
     """Every plan of torch's that fits the budget costs at least what ours does."""

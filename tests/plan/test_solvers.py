@@ -32,6 +32,7 @@ from tests.plan.problems import best, check, frontier, layered, problems
 pytestmark = pytest.mark.filterwarnings("error")
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(problems())
 def test_hull_is_the_lower_convex_hull_of_all_choices(problem):
@@ -67,6 +68,7 @@ def test_fallback_is_feasible_and_its_bound_holds(problem, budget):
     assert solved.lower_bound - 1e-9 <= min(p.cost for p in points) <= solved.solution.cost + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not milp.available(), reason="needs SciPy")
 @settings(max_examples=66, deadline=None)
 @given(problems(), st.integers(0, 20))

@@ -154,6 +154,7 @@ def test_a_matmul_that_is_dear_here_is_kept(probed):
     remat(fn, policy=checkpoint_policy(budget=2 * 4096))(x, w).sum().backward()
 
 
+@pytest.mark.slow
 def test_probes_of_every_kind_run(monkeypatch, tmp_path):
     """The probe itself, with no time to it, in and out of other people's modes."""
     ran = []

@@ -164,6 +164,7 @@ def test_decisions_do_not_flip_under_func_where_sizes_depend_on_them():
     assert off(by_func, ragged) < LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [capacity, bucketed], ids=lambda fn: fn.__name__)
 def test_decisions_do_not_flip_in_compiled_code(fn):
     """Those of a detached value, too, which the compiler's trace takes for another one."""

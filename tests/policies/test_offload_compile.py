@@ -18,6 +18,7 @@ def graphs(policy, run):
     return Graphs(lambda ws: run(lambda ws: model(X, ws, region), ws))
 
 
+@pytest.mark.slow
 def test_a_graph_sends_each_value_once_and_keeps_it_nowhere_else():
     ws = weights(*THREE)
     expected = torch.autograd.grad(model(X, ws), ws)
@@ -35,6 +36,7 @@ def test_a_graph_sends_each_value_once_and_keeps_it_nowhere_else():
     assert nothing.backward["sin"] == 2 * kept.backward["sin"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sparse(["vmap grad", "grad"], 2))
 def test_a_graph_of_torch_func_sends_each_value_once(name):
     ws = [w.detach() for w in weights(*THREE)]

@@ -438,6 +438,7 @@ def test_saved_tensor_hooks_around_torch_func_are_refused_as_without_remat():
         same(torch.autograd.grad(region(x).sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Attempted to insert")
 def test_a_linearized_function_inside_a_region_is_refused_in_words():
     """Torch loses the derivatives of what it folds into the graph, without remat too."""

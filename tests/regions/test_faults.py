@@ -74,6 +74,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "policy", "runs_again"), crossed(ERRORS, [save_nothing, save_matmuls], [False, True])
 )

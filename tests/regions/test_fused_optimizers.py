@@ -93,6 +93,7 @@ def test_training_with_a_fused_optimizer_is_as_without_regions():
     assert torch.equal(train(remat), train(lambda fn: fn))
 
 
+@pytest.mark.slow
 def test_a_program_without_regions_stays_as_it_is():
     code = (
         "import torch, remat\n"

@@ -87,6 +87,7 @@ def test_every_number_is_drawn_again(program):
         assert torch.equal(torch.get_rng_state(), after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [seeded, two_generators], ids=lambda p: p.__name__)
 def test_a_run_of_small_draws_keeps_one_state(program):
     # One for each draw was 510,656 bytes (100 draws), where torch's checkpoint holds 5,056.

@@ -72,6 +72,7 @@ def seen(steps: list[Any], wrap: Callable[[Any], Any], twice: bool) -> list[Tens
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(1000, 1250), marks=pytest.mark.slow)], ids=["few", "many"]
 )

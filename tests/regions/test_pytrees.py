@@ -85,6 +85,7 @@ def second(loss: Any) -> Any:
     return torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())
 
 
+@pytest.mark.slow
 @given(st.recursive(LEAVES, containers, max_leaves=12))
 @settings(max_examples=60, deadline=None)
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")

@@ -88,6 +88,7 @@ def test_a_region_in_a_region_is_recomputed_in_each_part() -> None:
         assert (work.ops - least.ops)["native_layer_norm"] > 6
 
 
+@pytest.mark.slow
 def test_it_peaks_below_torchs_checkpoint_and_no_remat() -> None:
     def through_checkpoint(block: nn.Module) -> Any:
         return lambda x: checkpoint(block, x, use_reentrant=False)

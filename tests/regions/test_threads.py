@@ -135,6 +135,7 @@ def test_two_train_and_one_evaluates(steps):
     compare(jobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [20, pytest.param(300, marks=pytest.mark.slow)])
 def test_under_torch_func(steps):
     jobs = [
@@ -162,6 +163,7 @@ def pulled_by_func(f: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return out, pull(torch.ones_like(out))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [pulled_back, pulled_by_func])
 def test_drawing_from_one_generator(way):
     """A function of degree one is its gradient times its argument, if both are made with the same mask."""

@@ -161,6 +161,7 @@ def test_torch_cond_that_plain_autograd_differentiates(tree):
     torch.testing.assert_close(torch.func.vmap(region)(x)[1], torch.stack([x[0].sin(), x[1].cos()]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
 def test_compiled(kept):
     """What the branches are given was mistaken for a number: an error of the backend."""

@@ -18,6 +18,7 @@ def marks(page: Path) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if "<!-- slow -->" in page.read_text() else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.stem, marks=marks(page)) for page in WITH_CODE])
 def test_page(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if package := blocks.other_version(page.read_text()):

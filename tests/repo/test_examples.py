@@ -36,6 +36,7 @@ QUICK = ("quickstart",)
 SIMULATED = ROOT / "examples" / "long_context.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

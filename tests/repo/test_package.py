@@ -45,6 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(build("build_wheel", tmp_path_factory.mktemp("wheel")))
 
 
+@pytest.mark.slow
 def test_wheel_installs_remat_alone_with_transforms_inside(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"remat"}
@@ -61,12 +62,14 @@ def test_wheel_has_the_script_and_a_lower_bound_on_torch(wheel: zipfile.ZipFile)
     assert needed == {"Requires-Dist: optree>=0.13", "Requires-Dist: torch>=2.11"}
 
 
+@pytest.mark.slow
 def test_wheel_runs_where_the_repository_is_not(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
     where = python("import remat, remat.transforms as t; print(remat.__file__); print(t.__name__)", tmp_path)
     assert where.splitlines() == [str(tmp_path / "remat" / "__init__.py"), "remat.transforms"]
 
 
+@pytest.mark.slow
 def test_sdist_holds_transforms_as_files_not_as_a_link(tmp_path: Path) -> None:
     with tarfile.open(build("build_sdist", tmp_path)) as archive:
         members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
@@ -74,6 +77,7 @@ def test_sdist_holds_transforms_as_files_not_as_a_link(tmp_path: Path) -> None:
     assert not any(member.issym() for member in members.values())
 
 
+@pytest.mark.slow
 def test_editable_install_finds_remat_and_no_top_level_transforms(tmp_path: Path) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     site.mkdir()
@@ -118,6 +122,7 @@ def loaded() -> dict[str, set[str]]:
     }
 
 
+@pytest.mark.slow
 def test_import_brings_nothing_heavy_beyond_torch() -> None:
     assert loaded()["import remat"] & HEAVY <= loaded()["pass"]
     assert loaded()[ALL] & HEAVY >= {"rich", "torch._dynamo"}
@@ -179,6 +184,7 @@ def test_transforms_import_nothing_above_them(path: Path) -> None:
     assert not above and "." not in imported(path)
 
 
+@pytest.mark.slow
 def test_product_does_not_import_its_command_line_or_what_is_not_shipped() -> None:
     product = [path for path in (ROOT / "remat").rglob("*.py") if "cli" not in path.parts]
     for path in product:

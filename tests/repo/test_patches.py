@@ -65,6 +65,7 @@ def unlisted(found: list[list[str]], patches: dict[str, str]) -> list[list[str]]
     return [names for names in found if not any({n, n.rpartition(".")[0]} & patches.keys() for n in names)]
 
 
+@pytest.mark.slow
 def test_torch_has_only_the_listed_changes() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _SCRIPT], cwd=ROOT, capture_output=True, text=True
@@ -81,6 +82,7 @@ def test_nothing_else_is_exchanged() -> None:
     assert all(reason for reason in PATCHES.values()) and not AT_IMPORT.keys() & FOR_A_WHILE.keys()
 
 
+@pytest.mark.slow
 def test_the_engine_sets_attributes_of_modules_by_the_one_function() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

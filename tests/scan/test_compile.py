@@ -54,6 +54,7 @@ def gradients(body: Any, h: Any, xs: Any, targets: Any, **options: Any) -> Any:
     return torch.autograd.grad(total, targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpoints", "reverse"),
     crossed(["all", "sqrt", Segmented(SIZE, Revolve(1)), Segmented(2 * SIZE), 2], [True, False], every=4),
@@ -64,6 +65,7 @@ def test_gradients(checkpoints, reverse, args):
     torch.testing.assert_close(found, gradients(rnn(w), h, xs, args, reverse=reverse))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpoints", "n", "size"), crossed(["all", "sqrt"], [3, SIZE, 2 * SIZE + 1], [1, SIZE], every=6)
 )
@@ -85,6 +87,7 @@ def test_rows_whose_gradient_does_not_reach_the_last_steps(checkpoints, n, size,
         torch.testing.assert_close(torch.autograd.grad(compiled(), (w, h, xs)), expected)
 
 
+@pytest.mark.slow
 def test_graphs_whatever_the_length_and_none_for_another_closure(args, monkeypatch):
     _, h, _ = args
     made = []
@@ -220,6 +223,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sparse(POLICIES))
 def test_policies_inside_compiled_steps(name, args, graphs):
     w, h, xs = args
@@ -233,6 +237,7 @@ def test_policies_inside_compiled_steps(name, args, graphs):
     assert again == tuple(SIZE * count for count in expected)
 
 
+@pytest.mark.slow
 def test_a_weights_gradient_is_added_up_step_by_step(args, graphs):
     w, h, xs = args
     found = gradients(rnn(w), h[None], xs, args, checkpoints="all", compile="aot_eager")
@@ -242,6 +247,7 @@ def test_a_weights_gradient_is_added_up_step_by_step(args, graphs):
     assert (pulled["mm"], pulled["add"], pulled["cat"]) == (2 * SIZE, 3 * SIZE, 0)
 
 
+@pytest.mark.slow
 def test_a_hook_that_a_module_gets_later():
     net, x = torch.nn.Linear(4, 4), torch.ones(4)
     scanned = lambda: scan_remat(lambda h, _: (net(h), None), x, length=3, compile="aot_eager")[0]  # noqa: E731

@@ -117,6 +117,7 @@ def live(run: Any) -> int:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", sparse([2, 8], 2))
 def test_tensors_alive_do_not_depend_on_the_length(slots):
     def run(n):

@@ -25,6 +25,7 @@ nn = torch.nn.functional
 SCHEDULES = ["all", "sqrt", Segmented(5), Revolve(4), Multilevel(1, 2), Segmented(BLOCK)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpoints", "reverse"),
     crossed(SCHEDULES, [False, True], every=4),
@@ -55,6 +56,7 @@ BLOCKS = [
 TURNS = sparse((pytest.param(t, 2, id=f"{t}-2") for t in TRANSFORMS), 5) + BLOCKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transform", "checkpoints"), TURNS)
 def test_transforms(transform, checkpoints):
     args = make(2, n=BLOCK + 2) if "vmap" in transform else make(n=BLOCK + 2)
@@ -132,6 +134,7 @@ def test_large_steps_are_compiled_one_at_a_time():
     assert made == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batched", "n", "stacked"), [(False, 3, False), (False, 600, True), (True, 3, True)]
 )
@@ -168,6 +171,7 @@ def test_budgets_of_a_scan():
     assert saved[0] > saved[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", sparse(["backward", "vmap of grad", "jacobian"]))
 def test_policy_of_a_scan(transform):
     def ends(w, h, xs, policy=save_matmuls):
@@ -192,6 +196,7 @@ def test_policy_of_a_scan(transform):
         close(found[1], grad(loss)(*args))
 
 
+@pytest.mark.slow
 def test_what_a_graph_stands_for_goes_with_it():
     def count():
         gc.collect()

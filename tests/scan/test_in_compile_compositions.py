@@ -37,6 +37,7 @@ def under_autocast(w, h, xs):
     return end.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", sparse([inside, nested, under_autocast, outside, functional_inside], 5))
 def test_compositions(fn):
     args = make(n=BLOCK + 1)
@@ -56,6 +57,7 @@ def dropped(h):
     return scan_remat(body, h, length=BLOCK + 3, checkpoints="sqrt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", sparse(["backward", "grad"], 2))
 def test_masks_are_the_same_in_the_recomputation(transform):
     h = torch.ones(100, dtype=torch.float64)
@@ -80,6 +82,7 @@ def test_numbers_differ_from_step_to_step_and_call_to_call_and_follow_the_seed()
     assert first.equal(run(h)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("randomness", sparse(["same", "different"], 2))
 def test_randomness_of_vmap(randomness):
     rows = compiled(vmap(lambda h: dropped(h)[1], randomness=randomness))(torch.ones(2, 50))

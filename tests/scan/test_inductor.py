@@ -33,6 +33,7 @@ def check(body: Any, init: Any, xs: Any, targets: Any, **options: Any) -> None:
     torch.testing.assert_close(found, gradients(body, init, xs, targets, **options), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_body_that_computes_nothing(args):
     """Inductor hands such a graph back as it is."""
     _, h, xs = args

@@ -159,6 +159,7 @@ def test_documented_examples_run():
     assert result.attempted > 2 and not result.failed
 
 
+@pytest.mark.slow
 def test_beta_counts_the_longest_chain():
     for c in range(1, 8):
         for r in range(1, 6):

@@ -45,6 +45,7 @@ def test_body_evaluations_equal_the_formula(c):
         assert body.calls == n + (advances(n + 1, c) - n) + n
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 40))
 def test_body_evaluations_at_random(n, c):
@@ -108,6 +109,7 @@ def test_between_passes_no_more_carries_live_than_slots(checkpoints, carries):
     assert kept_bytes(40, checkpoints) <= carries * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_peak_under_functorch(order):
     w, h = torch.randn(32, 32) / 6, torch.zeros(32, 32)

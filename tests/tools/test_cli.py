@@ -52,6 +52,7 @@ def swept(capsys: pytest.CaptureFixture[str], out: Path, *args: str) -> tuple[in
     return code, {row["policy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "model"), crossed(["func", "backward", "vmap"], ["gpt", "llama"], every=6))
 def test_sweep_measures_every_default_policy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, mode: str
@@ -69,6 +70,7 @@ def test_sweep_measures_every_default_policy(
     assert nothing["flops_recomputed"] > matmuls["flops_recomputed"]
 
 
+@pytest.mark.slow
 def test_torch_checkpoint_under_vmap_is_recorded_as_an_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -82,6 +84,7 @@ def test_torch_checkpoint_under_vmap_is_recorded_as_an_error(
     assert got["save_nothing"]["error"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "name"), crossed(["backward", "func"], ["gpt2", "llama"], every=3))
 def test_sweep_of_hugging_face_models(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, mode: str
@@ -94,6 +97,7 @@ def test_sweep_of_hugging_face_models(
     assert got["save_nothing"]["ops_recomputed"] > 0
 
 
+@pytest.mark.slow
 def test_sweep_leaves_a_csv_a_chart_and_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert sweep(tmp_path, "--policy", "save_nothing", "save_matmuls|save_attention") == 0
     shown = capsys.readouterr().out
@@ -134,6 +138,7 @@ class Skewed(torch.autograd.Function):
         return grads[0] * 1.001
 
 
+@pytest.mark.slow
 def test_sweep_fails_when_a_policy_raises_and_measures_the_others(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +307,7 @@ def net(x):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["save_matmuls", "budget=0.5", "names=q"])
 @pytest.mark.filterwarnings("ignore:.*names")
 def test_the_page_of_one_policy_has_a_slider(tmp_path, monkeypatch, capsys, policy):

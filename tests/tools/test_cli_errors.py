@@ -182,6 +182,7 @@ def test_every_command_has_json():
         assert {f.name: f.type for f in fields}["json"] == "bool"
 
 
+@pytest.mark.slow
 def test_budgets_names_and_rules_are_policies_of_a_line(capsys, tmp_path):
     policies = ["budget=0.9", "names=h", f"{ME}:rule", "save_names('h', strict=True)"]
     options = [option for policy in policies for option in ("--policy", policy)]

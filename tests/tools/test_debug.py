@@ -89,6 +89,7 @@ def test_dynamic_shapes_report_the_examples_bytes():
     assert [region.bytes for region in got] == [8 * (8 + 16)] * 2
 
 
+@pytest.mark.slow
 def test_assert_recomputed():
     w, x = shared()
     assert len(assert_recomputed(loss_with(remat_nothing), w, x, ops=["mm", "tanh"])) == 2

@@ -343,6 +343,7 @@ def test_rich():
 # -- compare ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [remat, lambda f: remat(f, policy=save_everything)])
 def test_compare_puts_policies_in_the_place_of_those_inside(wrap):
     fn = loss(wrap)

@@ -169,6 +169,7 @@ def test_no_hook_of_a_weight_is_called(kind, look):
     assert len(met) >= 6
 
 
+@pytest.mark.slow
 def test_an_optimizer_in_the_backward_trains_as_without_looks():
     def run(*looks):
         model = made("twice")
