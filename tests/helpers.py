@@ -68,6 +68,7 @@ def forget() -> None:
     prefetch._order.last = None
     # Calls that look alike share what was planned, and what was warned of.
     plan_cache._KNOWN.clear()
+    plan_cache._LAYERS.clear()
     trusted._trusts.clear()
     plan_cache._warned.clear()
 

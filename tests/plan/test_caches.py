@@ -11,7 +11,7 @@ import torch
 from remat import checkpoint_policy, remat, save_names
 from remat.plan import BudgetPolicy
 from remat.policies import save_every, save_matmuls, where
-from tests.helpers import crossed
+from tests.helpers import crossed, same
 from tests.plan.inside import BoundedCache, Graph, cache, call_key, record, registered
 
 X = torch.randn(4, 8, requires_grad=True)
@@ -82,6 +82,38 @@ def test_a_fresh_lambda_is_planned_once(traced):
     for _ in range(3):
         step(remat(lambda x: block(x) * 2.0, policy=checkpoint_policy(budget=0.5)))
     assert len(traced) == 1
+
+
+def test_layers_that_are_alike_are_planned_once(traced):
+    """The first, whose input is a leaf, is of another kind. Of the others two more are looked at."""
+    layers = [remat(model(), policy=checkpoint_policy(budget=0.5)) for _ in range(10)]
+    step(torch.nn.Sequential(*layers))
+    assert len(traced) == 4
+    step(torch.nn.Sequential(*layers), torch.randn(6, 8, requires_grad=True))
+    assert len(traced) == 8
+
+
+@pytest.mark.parametrize("odd", [1, 2, 5])
+def test_a_layer_that_only_looks_alike_is_planned_for_itself(odd):
+    """By its place: with the third on, the engine sees that a call is not what was planned."""
+    order: list[torch.nn.Module] = []
+
+    class Layer(torch.nn.Sequential):
+        def forward(self, x):
+            x = super().forward(x)
+            return x.sin().exp() if order.index(self) == odd else x.exp()
+
+    def gradients(wrap):
+        torch.manual_seed(0)
+        order[:] = [Layer(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(7)]
+        x = X
+        for layer in order:
+            x = wrap(layer)(x)
+        return torch.autograd.grad(x.sum(), [p for layer in order for p in layer.parameters()])
+
+    wrap = functools.partial(remat, policy=checkpoint_policy(budget=0.5))
+    for _ in range(2):
+        same(gradients(wrap), gradients(lambda layer: layer), 0.0)
 
 
 CHANGES = {

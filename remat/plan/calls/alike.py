@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from remat._forced import standing_for
-from remat.plan.calls.cache import graph_of, remember
+from remat.plan.calls.cache import graph_of, remember, runs
 from remat.plan.calls.keys import alike, alike_key
 from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph
@@ -112,7 +112,7 @@ class Regions:
                     kind.met += 1
                     # Where not even a number differs, one comparison is enough.
                     sure = kind.met > 2 if kind.key == key else kind.met > _SURE and kind.met & (kind.met - 1)
-                    if (kind.doubted or not sure) and not self._same(kind.graph, fn, args, kwargs):
+                    if (kind.doubted or not sure) and not runs(kind.graph, fn, args, kwargs):
                         # Some number makes a difference after all: every call is looked at.
                         kind.doubted = True
                     else:
@@ -125,14 +125,6 @@ class Regions:
         if key is not None:
             self._kinds.append(_Kind(key, graph))
         return graph
-
-    def _same(self, graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Whether a call runs the forward of a graph; what is differentiated is part of their keys."""
-        joint = graph.joint
-        other = record(fn, args, kwargs, backward=False, hooks=joint.hooked)
-        made = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in other.ops]
-        seen = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in joint.forward]
-        return made == seen and other.values == joint.values[: len(other.values)]
 
 
 def _from(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from remat._core import forget_when_priced, warn_user
-from remat.plan.calls.keys import Loose, call_key
+from remat.plan.calls.keys import Loose, alike_key, call_key
 from remat.plan.calls.looking import Reach, looked
 from remat.plan.calls.trusted import Trust, trust_nobody
 from remat.plan.graph import Graph
@@ -38,6 +38,9 @@ _KNOWN: BoundedCache[Hashable, Paths] = BoundedCache(256)
 # not have every call looked at.
 _ALIKE: BoundedCache[Hashable, tuple[int, Graph]] = BoundedCache(256)
 _ENOUGH = 3
+# Calls that differ in whose tensors they read alone, as those of the layers of a model: how many of them were
+# looked at and ran one graph, and which; None where some ran another one.
+_LAYERS: BoundedCache[Hashable, tuple[int, Graph | None]] = BoundedCache(256)
 # Part of the keys of calls that have to keep the same in every run.
 _SAME = "the same in every run"
 # So many paths of one function are told apart.
@@ -47,7 +50,7 @@ _warned: BoundedCache[Hashable, None] = BoundedCache(4096)
 
 def _forget() -> None:
     # What was solved on a graph is remembered there.
-    for table in (_GRAPHS, _LEARNED, _KNOWN, _ALIKE):
+    for table in (_GRAPHS, _LEARNED, _KNOWN, _ALIKE, _LAYERS):
         table.clear()
     trust_nobody()
 
@@ -66,6 +69,11 @@ def graph_of(
         NotOnFakes: the function needs data.
     """
     return _Call(fn, args, kwargs or {}).graph()
+
+
+def runs(graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call runs the forward of a graph; what is differentiated is part of their keys."""
+    return _Call(fn, args, kwargs).runs(graph)
 
 
 def remember(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph) -> None:
@@ -179,6 +187,7 @@ class _Call:
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fn, self.args, self.kwargs = fn, args, kwargs
+        self.layer: Hashable | None = None
         # Below a region around, what is captured may belong to levels that are not in force here.
         captured = captured_at_levels(fn) if in_transform() or swapping() else ()
         self.peeled = peel(args, kwargs, captured) if in_transform() or captured else None
@@ -203,13 +212,35 @@ class _Call:
         count, alike = _ALIKE.recall(rough) or (0, None)
         if alike is not None and count >= _ENOUGH and not under_hooks():
             return alike
-        if (found := self._careful()) is None:
+        if (found := self._as_layer() or self._careful()) is None:
             return None
+        if self.layer is not None and self.layer not in _LAYERS:
+            _LAYERS[self.layer] = 1, found
         same = alike is not None and alike.signature == found.signature
         # What was solved on the one is solved on the other.
         _ALIKE[rough] = count, found = (count + 1, alike) if same and alike else (1, found)
         _GRAPHS[self.key] = found
         return found
+
+    def _as_layer(self) -> Graph | None:
+        """The graph of calls that are alike, once three of them were seen to run it."""
+        key = None if self.peeled is not None else alike_key(self.fn, self.args, self.kwargs)
+        self.layer = None if key is None else Key(*key)
+        count, known = (self.layer is not None and _LAYERS.recall(self.layer)) or (0, None)
+        if known is None:
+            return None
+        graph = known
+        sure = count >= _ENOUGH or self._look(lambda reach, _: reach.once is None and self.runs(graph))
+        _LAYERS[self.layer] = count + 1, graph if sure else None
+        return graph if sure else None
+
+    def runs(self, graph: Graph) -> bool:
+        """Whether the call runs the forward of a graph; what is differentiated is part of keys."""
+        joint = graph.joint
+        other = record(self.fn, self.args, self.kwargs, backward=False, hooks=joint.hooked)
+        made = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in other.ops]
+        seen = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in joint.forward]
+        return made == seen and other.values == joint.values[: len(other.values)]
 
     def _careful(self) -> Graph | None:
         return self._look(lambda reach, hooks: self._recorded(hooks) if reach.once is None else None)
