@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -264,6 +266,9 @@ STANDING = re.compile(
     r"|level\.has_value\(\)"
     # torch's formula for logsumexp: the derivative of its tangent.
     "|which is output 0 of Exp, is at version 1"
+    # A Function with a generated vmap rule and a result without derivative, where it is given a tangent (of
+    # zeros, which results of scans have): torch alone asserts for jvp(vmap(Function.apply)).
+    r"|new_grad_base\.is_floating_point"
     # The one for norms: their third derivative by what requires gradients and counts for nothing.
     "|which is output 0 of MaskedFill, is at version 1"
     # A hook of a value that is given and not used (docs/limits.md).
@@ -540,12 +545,12 @@ def plain_over_vmap(run: Pass, step: dict[str, Any]) -> Seen:
 def linearized(loss: Callable[..., Tensor], run: Pass, x: Tensor, y: Tensor) -> Any:
     # Without gradients of the parameters: torch makes a Parameter of a tangent that is constant.
     own = parameters(run)
-    out, push = linearize(lambda x: loss(x, y, own), x)
-    pushed, expected = push(y), jvp(lambda x: loss(x, y, own), (x,), (y,))[1]
-    if not torch.allclose(pushed, expected, rtol=1e-3, equal_nan=True):
-        # Without any region: of a Function, after writes in place, it is another number in each run.
-        raise RuntimeError("linearize differs from jvp")
-    return out, pushed
+    # Without folding: what reads written memory by another view is a constant to torch, of before the write.
+    as_it_is = lambda graph: lambda *given: pytree.tree_leaves(graph(*given))  # noqa: E731
+    step = lambda step: step if step is make_fx else as_it_is  # noqa: E731
+    with mock.patch("torch._functorch.eager_transforms.lazy_dynamo_disallow", step):
+        out, push = linearize(lambda x: loss(x, y, own), x)
+    return out, push(y)
 
 
 # -- ways around the whole -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from remat.transforms.compat import (
     dual_level_known_if_any,
     forward_ad_active,
+    forward_grad_enabled,
     function_modes,
     graph_kept,
     in_transform,
@@ -197,7 +198,8 @@ class _Scan(_Recorded):
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         scan: Scan = ctx.scan
         flat = [_primal(t) for t in ctx.saved_tensors[: sum(scan.sizes)]]
-        outs = tangents_of(run, scan, flat, tangents[1:])
+        with forward_grad_enabled(True):  # off in here, and levels below want theirs
+            outs = tangents_of(run, scan, flat, tangents[1:])
         return (*outs, *([None] * scan.extra))
 
 
@@ -268,7 +270,8 @@ class _PullBack(_Recorded):
         tensors, given = [_primal(t) for t in ctx.saved_tensors], tangents[3:]
         skip = _kept_range(ctx, tensors)
         at = [i for i, t in enumerate(given) if t is not None and i not in skip]
-        with as_in_forward(ctx.scan, seeded=True), dual_level_known_if_any():
+        # Off in here, and levels below want the tangents of what is copied, too.
+        with forward_grad_enabled(True), as_in_forward(ctx.scan, seeded=True), dual_level_known_if_any():
             primals, duals = tuple(with_memory(tensors[i]) for i in at), tuple(given[i] for i in at)
             return torch.func.jvp(_pull_back_at(ctx, tensors, at), primals, duals)[1]
 

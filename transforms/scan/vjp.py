@@ -159,7 +159,8 @@ def _pulled(
     for out, ct in zip(outs, cts, strict=True):
         if ct is not None and out.requires_grad:
             ends.append(out)
-            starts.append(ct)
+            # Forward mode hands out zeros without memory, into which a formula may write.
+            starts.append(ct.clone() if ct._is_zerotensor() else ct)
     if not ends or not targets:
         return [None] * len(marks)
 
