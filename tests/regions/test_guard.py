@@ -123,7 +123,8 @@ def run(layers, policy):
 def test_layers_alike_have_one_tape(forwards, policy):
     layers = [Layer() for _ in range(3)]
     run(layers, policy)
-    assert len({id(tape) for _, tape in forwards[3:]}) == 1
+    assert [became for became, _ in forwards] == ["recorded", *["followed"] * 5]
+    assert len({id(tape) for _, tape in forwards}) == 1
     # Nothing of it outlives them.
     ref = weakref.ref(forwards[-1][1])
     del layers, forwards[:]
@@ -143,7 +144,9 @@ def test_layers_alike_have_one_tape(forwards, policy):
 )
 def test_layers_that_differ_do_not(forwards, layers):
     run(layers, save_nothing)
-    assert [became for became, _ in forwards] == ["recorded", "recorded", "followed", "followed"]
+    # The second one is held against the trace of the first, where its call looks the same.
+    first, second, *rest = [became for became, _ in forwards]
+    assert first == "recorded" and second in ("left", "recorded") and rest == ["followed"] * 2
     assert forwards[2][1] is not forwards[3][1]
 
 

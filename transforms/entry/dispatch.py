@@ -235,12 +235,14 @@ def _run_frame(
             (region.key, key), functools.partial(_forward, inputs, args, kwargs)
         )
     else:
-        known = None if key is None else region.traces.get(key)
+        known = own = None if key is None else region.traces.get(key)
+        if own is None and key is not None:
+            known = region.alike(key)
         frame = Frame(inputs)
         with labelled("forward", region.name), inside():
             out = frame.forward(args, kwargs, known)
-        if key is not None and (known is None or frame.tape is not known.tape):
-            _learn(region, key, frame)
+        if key is not None and (own is None or frame.tape is not own.tape):
+            region.learn(key, known, frame)
     inputs.finish()
     if inputs.hooks is not None:
         stop_enclosing(inputs.hooks)
@@ -251,14 +253,6 @@ def _forward(inputs: Inputs, args: Any, kwargs: Any, known: Any) -> tuple[Any, F
     frame = Frame(inputs)
     with labelled("forward", inputs.region.name), inside():
         return frame.forward(args, kwargs, known), frame
-
-
-def _learn(region: Region, key: Any, frame: Frame) -> None:
-    """Note what a forward that was not the known one tells of later calls with its signature."""
-    if (trace := frame.lesson()) is not None:
-        region.traces[key] = trace
-    else:
-        region.traces.pop(key, None)
 
 
 def _leave_out(begun: Iterable[tuple[Any, int]]) -> None:
@@ -318,7 +312,7 @@ def _run_leveled(
         inputs.put_back(frame.watcher)
         return _run_primitive(region, args, kwargs)
     if key is not None and (known is None or frame.tape is not known.tape):
-        _learn(region, key, frame)
+        region.learn(key, known, frame)
     inputs.finish()
     return out
 

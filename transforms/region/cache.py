@@ -76,8 +76,10 @@ class CachedTrace:
         return made
 
 
-# Traces by what is soon told of them; each lives as long as a region has it.
+# Traces by what is soon told of them, and by kinds of regions and signatures; each lives as long as a region
+# has it.
 _shared: weakref.WeakValueDictionary[Hashable, CachedTrace] = weakref.WeakValueDictionary()
+of_kinds: weakref.WeakValueDictionary[Hashable, CachedTrace] = weakref.WeakValueDictionary()
 _CALL = ("args", "kwargs", "outs")
 _rest_of = attrgetter(*[field.name for field in fields(Node) if field.name not in _CALL])
 
@@ -116,17 +118,18 @@ class TraceCache:
         unframed: whether a frame was seen not to serve it under levels of torch.func.
         copied: the operands that it was seen to write derivatives into, under levels of torch.func.
         lasting: traces for calls under hooks of the user's.
+        apart: whether a call ran other ops than those of a region of its kind.
         agreed: by policies under which ranks have compared what they keep, what calls did with collectives.
     """
 
     __slots__ = (
-        "__weakref__", "agreed", "by_levels", "by_policy", "copied", "differentiates", "hides_leaves",
-        "lasting", "unframed", "uses_func", "writes_operands",
+        "__weakref__", "agreed", "apart", "by_levels", "by_policy", "copied", "differentiates",
+        "hides_leaves", "lasting", "unframed", "uses_func", "writes_operands",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.by_policy: BoundedCache[Hashable, Traces] = BoundedCache(_MOST)
-        self.differentiates = self.by_levels = self.hides_leaves = self.unframed = False
+        self.differentiates = self.by_levels = self.hides_leaves = self.unframed = self.apart = False
         self.uses_func, self.copied, self.writes_operands = 0, frozenset[int](), False
         self.lasting = LastingTraces()
         self.agreed: dict[Hashable, set[str]] = {}
@@ -208,6 +211,7 @@ def cache_of(anchor: Any) -> TraceCache:
 
 def forget_all() -> None:
     """Drop every trace: what policies say of ops has changed."""
+    of_kinds.clear()
     for cache in list(_caches.values()):
         for traces in cache.by_policy.values():
             traces.clear()

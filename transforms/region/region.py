@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from remat.transforms.region.cache import TraceCache, Traces, cache_of
+from remat.transforms.objects import is_module
+from remat.transforms.region.cache import CachedTrace, TraceCache, Traces, cache_of, of_kinds
 from remat.transforms.tape import Node, Tape
 
 
@@ -97,6 +99,38 @@ class Region:
     def traces(self) -> Traces:
         """What earlier calls did under this policy. (To hash a policy takes longer than a small op.)"""
         return self.cache.under(self.key)
+
+    @functools.cached_property
+    def kind(self) -> Hashable | None:
+        """What regions have in common that may run the same ops, as the layers of a model; None for others
+        than modules."""
+        function = self.function
+        method = type(function) is types.MethodType
+        owner = function.__self__ if method else function
+        if not is_module(owner):
+            return None
+        what = type(owner), function.__func__ if method else None
+        return what, self.name, self.key, self.decisions, self.preserve_rng_state, self.shares
+
+    def alike(self, signature: Hashable) -> CachedTrace | None:
+        """What a call with this signature did of another region of this kind: each op is compared."""
+        if self.kind is None or self.cache.apart or self.digest is not None:
+            return None
+        return of_kinds.get((self.kind, signature))
+
+    def learn(self, signature: Hashable, known: CachedTrace | None, frame: Any) -> None:
+        """Note what a forward that was held against `known` tells of later calls with its signature."""
+        cache, traces = self.cache, self.traces
+        if known is not None and frame.tape is known.tape:
+            traces[signature] = known
+            return
+        cache.apart = cache.apart or (known is not None and signature not in traces)
+        if (trace := frame.lesson()) is None:
+            traces.pop(signature, None)
+            return
+        traces[signature] = trace
+        if self.kind is not None and not (cache.uses_func or cache.differentiates or cache.apart):
+            of_kinds[self.kind, signature] = trace
 
     def was_run(self, signature: Hashable) -> bool:
         """Whether a call with this signature was run under this policy, and may be held against its trace."""
