@@ -52,14 +52,14 @@ class Portfolio:
         """What the policies do with a kind of region, and what it does without one."""
         found: list[Choice] = []
         for name, policy in self.policies.items():
-            problem = measure.problem
-            wanted = saved_by(policy, measure.graph, problem)
-            solution = complete(problem, wanted)
+            graph, problem = measure.graph, measure.problem
+            kept = saved_by(policy, graph, problem) | graph.joint.decisions
+            # A policy does not keep what is free because it counts elsewhere.
+            size = (INF if v < len(graph.ops) and v not in kept else s for v, s in enumerate(problem.size))
+            solution = complete(replace(problem, size=tuple(size)), kept)
             # Where Python runs again as a whole, what is kept beside is of no use.
-            if solution is not None and (measure.graph.joint.hooked or policy is save_nothing):
-                holds = frozenset(v for v in solution.saved if v in wanted or problem.cost[v] == INF)
-                choice = replace(measure.choice(solution), holds=holds)
-                found.append(Ready(**vars(choice), name=name))
+            if solution is not None and (graph.joint.hooked or policy is save_nothing):
+                found.append(Ready(**vars(measure.choice(solution)), name=name))
         return found
 
     def of(self, choices: Sequence[Choice]) -> Chosen:

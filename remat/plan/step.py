@@ -170,7 +170,7 @@ class WholeStep:
             saved = {graph.joint.values[v].storage for v in graph.joint.saved} if plain else set[int]()
             if not plain:
                 # Who keeps a part keeps all of the memory that it lies in.
-                saved = graph.memory_of(choice.saved if choice.holds is None else choice.holds)
+                saved = graph.memory_of(choice.saved)
             for k, v in enumerate(hole.operands):
                 if graph.joint.values[k].storage in saved:
                     found.add((at, self.outside.values[v].storage))

@@ -34,8 +34,6 @@ class Choice:
         backward: the most live in the backward, over what others keep and parameters' gradients made before;
             kept bytes, the result's gradient and the gradients made are included.
         alone: `forward` and `backward` without what lives outside of the stage, where that is in them.
-        holds: what of `saved` is held after the forward, where that is not all: a ready policy does not hold
-            what costs nothing to keep because it counts elsewhere.
     """
 
     saved: frozenset[int]
@@ -45,7 +43,6 @@ class Choice:
     forward: int
     backward: int
     alone: tuple[int, int] | None = field(default=None, compare=False, kw_only=True)
-    holds: frozenset[int] | None = field(default=None, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True)
