@@ -179,7 +179,7 @@ class Graph:
             reads[later] += (len(producer),)
             producer.append(earlier)
             size.append(INF)
-        need = frozenset(self.places((*self._wanted, *self.joint.dropped)))
+        need = frozenset(self.places(self._wanted))
         return Problem(tuple(cost), tuple(reads), tuple(producer), tuple(size), need=need)
 
     def places(self, numbers: Iterable[int]) -> tuple[int, ...]:

@@ -59,6 +59,9 @@ from remat.transforms.region import planning
 from remat.transforms.tape import shapes_read
 
 
+_CONSTANT = torch.ops.aten.lift_fresh.default
+
+
 def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """A tensor's shape in numbers: of a size that a compiler leaves open, the one at hand."""
     return tuple(map(at_hand, tensor.shape))
@@ -79,7 +82,6 @@ class JointRecorder(DispatchMode):
         self.saved: dict[int, None] = {}
         self.captured: dict[int, torch.Tensor] = {}
         self.made: tuple[int, ...] = ()
-        self.dropped: tuple[int, ...] = ()
         self.shapes = frozenset[int]()
         # Which node each value was saved for, counted from the first of the forward.
         self.owners: list[tuple[int, int]] = []
@@ -138,10 +140,10 @@ class JointRecorder(DispatchMode):
         finally:
             self._place = None, -1
 
-    def number(self, tensor: torch.Tensor) -> int:
+    def number(self, tensor: torch.Tensor, origin: str = "parameter") -> int:
         """The number of a tensor; an unknown one is a capture, or another handle on a known storage.
 
-        A sharded tensor goes by the number of this rank's part.
+        A sharded tensor goes by the number of this rank's part. `origin`: of an unknown one.
         """
         if wraps(tensor):
             number = self.number(next(local_tensors([tensor])))
@@ -160,7 +162,7 @@ class JointRecorder(DispatchMode):
         if stand_in is not tensor:
             # An autograd.Function was called with it, which no torch function tells of.
             self.captured[id(tensor)] = tensor
-            return self.same(tensor, self.number(stand_in))
+            return self.same(tensor, self.number(stand_in, origin))
         storage = self._storage.get(storage_key(tensor)) if tensor.layout == torch.strided else None
         if storage is not None:
             for candidate in range(len(self.values) - 1, -1, -1):
@@ -172,7 +174,7 @@ class JointRecorder(DispatchMode):
                 ):
                     return self.same(tensor, candidate)
         self.captured[id(tensor)] = tensor
-        return self.add(tensor, "parameter")
+        return self.add(tensor, origin)
 
     def _meet(self, *trees: Any) -> None:
         """Number the sharded parameters among the arguments of an op."""
@@ -189,9 +191,7 @@ class JointRecorder(DispatchMode):
     def forward_ends(self) -> None:
         """From here on handles are those of the backward."""
         # A node that nothing leads to, such as that of `x.amax().detach()`, is gone with what it saved.
-        alive = {v: None for v in self.saved if self.lives.packed(v)}
-        self.dropped = tuple([v for v in self.saved if v not in alive])
-        self.saved = alive
+        self.saved = {v: None for v in self.saved if self.lives.packed(v)}
         # Some entries are sparse tensors, of which nothing is known.
         self.there = {s for s, kept in enumerate(self._kept) if getattr(kept, "expired", _never)() is False}
         self.in_forward, self.lives.backward = False, True
@@ -232,7 +232,8 @@ class JointRecorder(DispatchMode):
         if facts.ignored:
             out = func(*args, **kwargs)
             if is_tensor(out):
-                self.same(out, self.number(args[0]))
+                # Nobody else holds a constant that the function makes.
+                self.same(out, self.number(args[0], "argument" if func is _CONSTANT else "parameter"))
             return out
         location = user_line() if self.in_forward else ""
         self.last = (str(func), location)
@@ -338,7 +339,6 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...]) -> Joint:
         saved=tuple(recorder.saved),
         results=results,
         made=recorder.made,
-        dropped=recorder.dropped,
         shapes=recorder.shapes,
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,

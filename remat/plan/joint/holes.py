@@ -182,7 +182,7 @@ class Shell:
             if joint.owner[s] < 0 and fresh[place].whole > 0:
                 first = joint.family[s][0]
                 inside = first < operands
-                fresh[place] = replace(fresh[place], given=first if inside else -1, whole=0)
+                fresh[place] = replace(fresh[place], given=first if inside else -1, whole=0, stays=False)
         found: list[_Meta] = []
         for s in joint.stored:
             value, size = joint.values[joint.family[s][0]], joint.storages[s]

@@ -135,8 +135,6 @@ class Joint:
         saved: values that autograd packed for the backward, in order, without repetition.
         results: the function's tensor outputs.
         made: those that it has made, each once, and what else outlives it, such as a module's attribute.
-        dropped: values that were packed by nodes which were gone before the forward ended: no backward reads
-            them, but an engine that recomputes what was packed does not know.
         shapes: those of `saved` of which nodes read the shape alone, so that an engine in eager code keeps
             nothing for them.
         gradients: the values that the backward ends in, of those inputs that have a gradient.
@@ -163,7 +161,6 @@ class Joint:
     holes: tuple[Hole, ...] = ()
     hooked: bool = True
     made: tuple[int, ...] = ()
-    dropped: tuple[int, ...] = ()
     shapes: frozenset[int] = frozenset()
     held: tuple[int, ...] = field(default=(), compare=False)
     ends: tuple[int, ...] = field(default=(), compare=False)
