@@ -56,7 +56,14 @@ class Portfolio:
             kept = saved_by(policy, graph, problem) | graph.joint.decisions
             # A policy does not keep what is free because it counts elsewhere.
             size = (INF if v < len(graph.ops) and v not in kept else s for v, s in enumerate(problem.size))
-            solution = complete(replace(problem, size=tuple(size)), kept)
+            problem = replace(problem, size=tuple(size))
+            solution = complete(problem, kept)
+            if solution is not None and graph.every is not None:
+                # When a region ends, nobody knows that some of its results are let go of.
+                needs = graph.every.problem(self.model).need
+                every = complete(replace(problem, need=needs), kept) or solution
+                saved = solution.saved | every.saved
+                solution = replace(solution, saved=saved, bytes=int(sum(problem.size[v] for v in saved)))
             # Where Python runs again as a whole, what is kept beside is of no use.
             if solution is not None and (graph.joint.hooked or policy is save_nothing):
                 found.append(Ready(**vars(measure.choice(solution)), name=name))
@@ -86,7 +93,7 @@ class Portfolio:
         """What carries a choice out: a ready policy, a plan, or None where there is to be no region."""
         if isinstance(choice, Ready):
             return self.policies[choice.name]
-        if self.step.ran and (choice.saved or choice.cost):
+        if (self.step.ran or not graph.joint.hooked) and (choice.saved or choice.cost):
             return save_nothing
         if not choice.saved and choice.cost == 0:
             return None

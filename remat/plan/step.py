@@ -280,6 +280,13 @@ def ran_step_of(
 
 def _whole(found: Sequence[Met], outside: Joint, traced: int, accumulating: bool, shards: int) -> WholeStep:
     """A step of these regions, and of what is outside of them."""
+    storages = list(outside.storages)
+    for met, hole in zip(found, outside.holes, strict=False):
+        # What autograd keeps for a result that nobody uses goes with it.
+        places, size = met.gone
+        if size:
+            storages[outside.values[hole.made[places[0]]].storage] += size
+    outside = replace(outside, storages=tuple(storages))
     if len(found) != len(outside.holes):
         raise RematError("The regions of this step are not all met outside of torch.func's transforms.")
     shared = frozenset(_shared(outside) | _kept_results(outside, [met.graph.joint for met in found]))
@@ -295,11 +302,14 @@ def _whole(found: Sequence[Met], outside: Joint, traced: int, accumulating: bool
         ]
         given = frozenset(s for s, out in pairs if out in shared)
         back = frozenset(s for s, out in pairs if out in returned[at])
-        if not any(free) and not given:
+        # A sum hands the same gradient to all that it is of.
+        begun = [outside.values[v].storage for v in hole.cotangents]
+        same = tuple(map(begun.index, begun))
+        if not any(free) and not given and len(set(begun)) == len(begun):
             return met
-        key = id(met), free, given, back
+        key = id(met), free, given, back, same
         if key not in made:
-            made[key] = met.solved.made(("freed", *key[1:]), lambda: _freed(met, free, given, back))
+            made[key] = met.solved.made(("freed", *key[1:]), lambda: _freed(met, *key[1:]))
         return made[key]
 
     return WholeStep(
@@ -350,14 +360,24 @@ def _origin(outside: Joint, shared: frozenset[int], operand: int) -> str | None:
 
 
 def _freed(
-    graph: Graph, free: Sequence[str | None], given: frozenset[int], returned: frozenset[int]
+    graph: Graph,
+    free: Sequence[str | None],
+    given: frozenset[int],
+    returned: frozenset[int],
+    same: Sequence[int],
 ) -> Graph:
-    """The same region, some of whose arguments, their gradients and some of whose results others hold."""
+    """The same region, some of whose arguments, their gradients and some of whose results others hold.
+
+    `same`: for each gradient of a result the first one that is the same tensor.
+    """
     values = list(graph.joint.values)
+    begun = [k for k, value in enumerate(values) if value.origin == "tangent"]
+    for k, first in zip(begun, same, strict=False):
+        values[k] = replace(values[k], storage=values[begun[first]].storage)
     for k, origin in enumerate(free):
         if origin is not None:
             values[k] = replace(values[k], origin=origin)
-    return Graph(replace(graph.joint, values=tuple(values)), graph.alone, given, returned)
+    return Graph(replace(graph.joint, values=tuple(values)), graph.alone, given, returned, graph.every)
 
 
 # The ops of a backward that was left out.

@@ -530,6 +530,87 @@ class Balanced(nn.Module):
         return x.square().mean() + loss
 
 
+class Overwritten(Row):
+    """A state that is a local of the loop until the next block has given its own."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            y, state = block(x)
+            x = x + y
+        return x.square().mean() + 0 * state.shape[0]
+
+
+class Logged(Row):
+    """States in a list until the forward ends."""
+
+    def forward(self, x):
+        found = []
+        for block in self.blocks:
+            y, state = block(x)
+            x = x + y
+            found.append(state)
+        return x.square().mean()
+
+
+class Metric(Row):
+    """A number of a state, of which nobody holds the nodes."""
+
+    def forward(self, x):
+        self.numbers = []
+        for block in self.blocks:
+            y, state = block(x)
+            x = x + y
+            self.numbers.append((state * 2).square().mean().detach())
+        return x.square().mean()
+
+
+class Softmaxed(FeedForward):
+    """Both results are read by the block's own backward, and by the next block's."""
+
+    def forward(self, x):
+        wide = self.net[1](self.net[0](x)).softmax(-1)
+        return self.net[3](wide).sigmoid() * x, wide
+
+
+class Summed(FeedForward):
+    """Two results that are added, one of them a product, get one gradient."""
+
+    def forward(self, x):
+        wide = self.net[1](self.net[0](x)).relu()
+        return self.net[3](wide), self.net[3](wide * wide)
+
+
+class AddingBoth(Row):
+    def forward(self, x):
+        for block in self.blocks:
+            one, other = block(x)
+            x = x + (one + other)
+        return x.square().mean()
+
+
+class Scaled(FeedForward):
+    """Constants that a block makes of numbers."""
+
+    def forward(self, x):
+        scale = torch.tensor([0.5, 2.0]).exp()
+        return x + self.net[3](self.net[2](self.net[1](self.net[0](x)) * scale[0])) * scale[1]
+
+
+class Rearranged(FeedForward):
+    """A block that hands its arguments on, turned and cut."""
+
+    def forward(self, x, y=None):
+        return (x + self.net(x)).transpose(0, 1).contiguous().transpose(0, 1), x.flip(0), x[:2].transpose(1, 2)
+
+
+class HandingOn(Row):
+    def forward(self, x):
+        for block in self.blocks:
+            x, turned, part = block(x)
+            x = x + 0.1 * turned + part.mean()
+        return x.square().mean()
+
+
 # What is made, and how far a step may be from its plan.
 KINDS = {
     "pairs": (Pairs, 0.001),
@@ -559,16 +640,15 @@ KINDS = {
     "parts": (lambda: AddingPart(InPair), 0.001),
     "parts of products": (lambda: AddingLater(OfProduct), 0.05),  # 4 above: one gradient of two results
     "states beside": (lambda: First(Titan), 0.06),  # 6 % above: the first block's argument has no gradient
-}
-
-
-# The same for those that are not planned well: by how much, in per cent.
-MISSED = {
-    "one result of two": (
-        lambda: First(Remembering),
-        "34 above as it is: the state's branch is gone at once",
-    ),
-    "views": (lambda: Views(Viewing), "10 above as it is: what a view is of counts twice"),
+    "one result of two": (lambda: First(Remembering), 0.001),
+    "overwritten states": (lambda: Overwritten(Remembering), 0.001),
+    "logged states": (lambda: Logged(Remembering), 0.001),
+    "numbers of states": (lambda: Metric(Remembering), 0.001),
+    "views": (lambda: Views(Viewing), 0.001),
+    "softmaxed": (lambda: First(Softmaxed), 0.001),
+    "summed": (lambda: AddingBoth(Summed), 0.001),
+    "scaled": (lambda: Row(Scaled), 0.001),
+    "rearranged": (lambda: HandingOn(Rearranged), 0.001),
 }
 
 
@@ -578,16 +658,6 @@ def test_peaks_are_those_of_steps(kind):
     torch.manual_seed(0)
     make, rel = KINDS[kind]
     check(make(), torch.randn(4, 24, 32), rel=rel)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make",
-    [pytest.param(make, marks=pytest.mark.xfail(strict=True, reason=why)) for make, why in MISSED.values()],
-)
-def test_peaks_that_are_not_those_of_steps(make):
-    torch.manual_seed(0)
-    check(make(), torch.randn(4, 24, 32))
 
 
 class Neighbours(FeedForward):

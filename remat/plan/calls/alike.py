@@ -14,7 +14,7 @@ from remat.plan.calls.cache import graph_of, remember, runs
 from remat.plan.calls.keys import alike, alike_key
 from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph
-from remat.plan.joint import Hole, Shell, left_out, record, shell_of, tensors_given
+from remat.plan.joint import Hole, Joint, Shell, left_out, record, shell_of, tensors_given
 from remat.policies import Policy
 from remat.transforms import BoundedCache, is_tensor
 from remat.transforms.compat import in_transform
@@ -42,12 +42,14 @@ class Met:
     Attributes:
         owner: the module whose forward it is, None if it is none.
         graded: the places of results that have a gradient.
+        gone: the places of results that the caller lets go of, and bytes that go with them.
     """
 
     name: str
     graph: Graph
     owner: Any
     graded: tuple[int, ...] = ()
+    gone: tuple[tuple[int, ...], int] = (), 0
 
 
 @dataclass
@@ -57,13 +59,14 @@ class Regions:
     Attributes:
         found: in the order of the calls.
         traced: how many were traced: the others are like one of those.
-        present: for each the places of results that gradients come back for, once that is known.
+        present: for each the places of results that gradients come back for, and of those that go before
+            the backward, once that is known.
     """
 
     wanted: Callable[[Policy], bool]
     found: list[Met] = field(default_factory=list)
     traced: int = 0
-    present: list[tuple[int, ...] | None] = field(default_factory=list)
+    present: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = field(default_factory=list)
     _kinds: list[_Kind] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -80,10 +83,11 @@ class Regions:
         with standing_for(None):
             graph = self.graph(fn, args, kwargs)
             shell = _shell(graph, fn, args, kwargs)
-            at = len(self.found)
-            if at < len(self.present) and (present := self.present[at]) is not None:
-                graph = _from(present, graph, fn, args, kwargs)
-        self.note(fn, graph, tuple([k for k, meta in enumerate(shell.fresh) if meta.grad]))
+            at, gone = len(self.found), ((), 0)
+            if at < len(self.present) and (ends := self.present[at]) is not None:
+                every, graph = graph, _from(ends, graph, fn, args, kwargs)
+                gone = ends[1], _only_in(every.joint, graph.joint)
+        self.note(fn, graph, tuple([k for k, meta in enumerate(shell.fresh) if meta.grad]), gone)
         return (left_out(shell, args, kwargs),)
 
     def narrowed(self, holes: Sequence[Hole]) -> bool:
@@ -94,14 +98,21 @@ class Regions:
             # A record of its own begins with the results in trees: not with those in objects and functions.
             begun = sum(value.origin == "tangent" for value in met.graph.joint.values)
             others = begun != len(hole.present) or not set(met.graded).issubset(hole.present)
-            self.present.append(hole.present if others and hole.backward >= 0 else None)
-        return any(present is not None for present in self.present)
+            ends = hole.present, hole.gone
+            self.present.append(ends if others and hole.backward >= 0 else None)
+        return any(ends is not None for ends in self.present)
 
-    def note(self, fn: Callable[..., Any], graph: Graph, graded: tuple[int, ...] = ()) -> None:
+    def note(
+        self,
+        fn: Callable[..., Any],
+        graph: Graph,
+        graded: tuple[int, ...] = (),
+        gone: tuple[tuple[int, ...], int] = ((), 0),
+    ) -> None:
         """Add a region."""
         owner = getattr(fn, "__self__", fn)
         name = getattr(fn, "__name__", None) or type(fn).__name__
-        self.found.append(Met(name, graph, owner if isinstance(owner, torch.nn.Module) else None, graded))
+        self.found.append(Met(name, graph, owner if isinstance(owner, torch.nn.Module) else None, graded, gone))
 
     def graph(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         """The graph of a call, from one like it where there is one."""
@@ -128,15 +139,24 @@ class Regions:
 
 
 def _from(
-    present: tuple[int, ...], graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ends: tuple[tuple[int, ...], tuple[int, ...]], graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any
 ) -> Graph:
-    """The graph of the same call whose backward begins with some of its results."""
+    """The graph of the same call whose backward begins with some of its results, others being gone."""
 
     def made() -> Graph:
-        options: dict[str, Any] = {"hooks": graph.joint.hooked, "present": present}
-        return Graph(looked(lambda *_: record(fn, args, kwargs, **options), fn, args, kwargs), graph.alone)
+        options: dict[str, Any] = {"hooks": graph.joint.hooked, "present": ends[0], "gone": ends[1]}
+        joint = looked(lambda *_: record(fn, args, kwargs, **options), fn, args, kwargs)
+        return Graph(joint, graph.alone, every=graph if ends[1] else None)
 
-    return graph.solved.made(("from", present), made)
+    return graph.solved.made(("from", ends), made)
+
+
+def _only_in(every: Joint, some: Joint) -> int:
+    """Bytes that the one graph keeps for its backward, and the other, of the same forward, does not."""
+    made, kept = {every.values[v].storage for v in every.made}, []
+    for joint in (every, some):
+        kept.append({s for v in joint.saved if joint.owner[s := joint.values[v].storage] >= 0})
+    return sum(every.storages[s] for s in kept[0] - kept[1] - made)
 
 
 def _on_meta(args: tuple[Any, ...]) -> bool:

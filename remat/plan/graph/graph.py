@@ -36,6 +36,7 @@ class Graph:
         alone: whether it was traced outside of torch.func's levels.
         elsewhere: the storages of results that count where they are held, outside of the region.
         returned: those of them that nobody else holds any more when the region's backward begins.
+        every: the graph of the same call with all its results, of which some are gone before this backward.
         solved: what was solved on it: plans by their policies.
     """
 
@@ -43,6 +44,7 @@ class Graph:
     alone: bool = True
     elsewhere: frozenset[int] = frozenset()
     returned: frozenset[int] = frozenset()
+    every: Graph | None = None
     solved: BoundedCache[Hashable, Any] = field(
         default_factory=lambda: BoundedCache(64), repr=False, compare=False
     )

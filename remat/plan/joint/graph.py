@@ -93,6 +93,8 @@ class JointRecorder(DispatchMode):
         self.there: set[int] = set()
         self.found: dict[int, torch.Tensor] = {}
         self.holes: list[Any] = []
+        # What is there as long as nodes lead to a result of a hole, and which.
+        self.leading: list[tuple[Any, int, int]] = []
         self.last = ("", "")
         self._number: dict[int, int] = {}
         self._storage: dict[int, int] = {}
@@ -192,6 +194,9 @@ class JointRecorder(DispatchMode):
         """From here on handles are those of the backward."""
         # A node that nothing leads to, such as that of `x.amax().detach()`, is gone with what it saved.
         self.saved = {v: None for v in self.saved if self.lives.packed(v)}
+        for token, hole, place in self.leading:
+            if token() is None:
+                self.holes[hole][6] += (place,)
         # Some entries are sparse tensors, of which nothing is known.
         self.there = {s for s, kept in enumerate(self._kept) if getattr(kept, "expired", _never)() is False}
         self.in_forward, self.lives.backward = False, True
@@ -283,6 +288,7 @@ def record(
     backward: bool = True,
     hooks: bool = True,
     present: Collection[int] | None = None,
+    gone: Collection[int] = (),
 ) -> Joint:
     """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
 
@@ -292,8 +298,8 @@ def record(
     `held`: which leaves of the arguments somebody else holds; what Dynamo has traced says so itself.
     Without `backward` the graph ends with the forward. Without `hooks` what the backward reads stands in for
     what autograd packs: torch.func inside `fn` refuses saved-tensor hooks. `present`: the places in
-    `Joint.made` of the results that a gradient comes for; None where one comes for all. What meanwhile
-    calls `left_out` is a hole in it. Nobody collects named values meanwhile, and `is_recomputing()` is true:
+    `Joint.made` of the results that a gradient comes for; None where one comes for all. `gone`: of those that
+    the caller lets go of before the backward, with all that leads to them alone. What meanwhile calls `left_out` is a hole in it. Nobody collects named values meanwhile, and `is_recomputing()` is true:
     what counts has its turn in the run proper.
 
     Raises:
@@ -314,7 +320,9 @@ def record(
             run = (
                 _run_functional
                 if functional
-                else functools.partial(differentiated, backward=backward, hooks=hooks, present=present)
+                else functools.partial(
+                    differentiated, backward=backward, hooks=hooks, present=present, gone=gone
+                )
             )
             held = getattr(fn, "held", held)
             results = _trace(fn, args, kwargs or {}, recorder, run, held)
@@ -405,6 +413,7 @@ def differentiated(
     hooks: bool,
     cotangents: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
     present: Collection[int] | None = None,
+    gone: Collection[int] = (),
 ) -> tuple[int, ...]:
     """Forward, then `backward` from `cotangents`, or from fake ones; returns the numbers of the results."""
     # By hooks where they are allowed: those of a recording around must not see what it saves.
@@ -412,9 +421,12 @@ def differentiated(
     with torch.enable_grad(), packing if hooks else contextlib.nullcontext():
         out = fn(*args, **kwargs)
     results = [t for t in tree_leaves(out) if is_tensor(t)]
-    made = parts_of(out, args, kwargs)[1]
+    made: list[Any] = parts_of(out, args, kwargs)[1]
     recorder.made = tuple(map(recorder.number, made))
     numbers = tuple(dict.fromkeys([*map(recorder.number, results), *recorder.made]))
+    if gone:
+        out, made = None, [None if at in gone else t for at, t in enumerate(made)]
+        results = [t for t in made if t is not None]
     recorder.forward_ends()
     if hooks:
         recorder.shapes = _read_for_shape(recorder, results)

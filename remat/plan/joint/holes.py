@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import weakref
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -253,6 +254,7 @@ def left_out(shell: Shell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     hole.begin(anchor)
     operands = [t for t in given if t.requires_grad]
     made = _Left.apply(hole, shell.fresh, anchor, *operands) if shell.fresh else ()
+    made = [_Alone.apply(hole.watched(k), t) if t.requires_grad else t for k, t in enumerate(made)]
     hole.give(made, [t for t, meta in zip(made, shell.fresh, strict=True) if meta.stays])
     return shell.parts.filled(given, made)
 
@@ -274,10 +276,17 @@ class Opened:
             operands = tuple([self.recorder.number(t) for t in self.given])
             # Whoever holds them until the backward counts as one who does.
             self.given = []
-            self.recorder.holes.append([len(self.recorder.ops), -1, operands, (), (), ()])
+            self.recorder.holes.append([len(self.recorder.ops), -1, operands, (), (), (), ()])
             if anchor.requires_grad:
                 # The backward is to come here, whatever else has a gradient.
                 self.recorder.captured[id(anchor)] = anchor
+
+    def watched(self, place: int) -> Any:
+        """What is there as long as nodes are that lead to a result."""
+        token = set[int]()
+        if self.recorder is not None:
+            self.recorder.leading.append((weakref.ref(token), self.at, place))
+        return token
 
     def give(self, made: Sequence[torch.Tensor], staying: Sequence[torch.Tensor]) -> None:
         """The results are there; others than the caller hold some of them."""
@@ -311,6 +320,19 @@ class Opened:
 def holes_of(recorder: Any) -> tuple[Hole, ...]:
     """What was left out."""
     return tuple(Hole(*hole) for hole in recorder.holes)
+
+
+class _Alone(torch.autograd.Function):
+    """A node of its own for each result, that tells whether anything leads there."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Any, result: torch.Tensor) -> torch.Tensor:
+        ctx.token = token
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return None, *cotangents
 
 
 class _Left(torch.autograd.Function):

@@ -114,6 +114,7 @@ class Hole:
         cotangents: what its backward was given.
         made: what it returned beside operands, in the order of `Joint.made`.
         present: the places in `made` of results that a gradient came back for.
+        gone: the places of those that nothing leads to any more when the forward ends.
     """
 
     forward: int
@@ -122,6 +123,7 @@ class Hole:
     cotangents: tuple[int, ...] = ()
     made: tuple[int, ...] = ()
     present: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,8 @@ class Joint:
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of the storages of the forward: ops are of the same shapes where these are the same."""
-        first, count = (self.values[members[0]] for members in self.family), len(self.forward)
+        first = (self.values[members[0]] for members in self.family if members)
+        count = len(self.forward)
         return tuple(
             [self.storages[v.storage] for v in first if v.origin != "tangent" and v.producer < count]
         )
@@ -224,7 +227,7 @@ class Joint:
 
     @functools.cached_property
     def family(self) -> tuple[tuple[int, ...], ...]:
-        """The values on each storage, oldest first."""
+        """The values on each storage, oldest first; none on one that has become another's."""
         found: list[list[int]] = [[] for _ in self.storages]
         for number, value in enumerate(self.values):
             found[value.storage].append(number)
@@ -233,7 +236,7 @@ class Joint:
     @functools.cached_property
     def owner(self) -> tuple[int, ...]:
         """The position of the op that allocated each storage, -1 for those of inputs."""
-        return tuple(self.values[members[0]].producer for members in self.family)
+        return tuple(self.values[members[0]].producer if members else -1 for members in self.family)
 
 
 def learned(tape: Tape, held: tuple[bool, ...] = ()) -> Joint:
