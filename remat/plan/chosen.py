@@ -51,21 +51,21 @@ class Portfolio:
     def _ready(self, measure: Measure) -> list[Choice]:
         """What the policies do with a kind of region, and what it does without one."""
         found: list[Choice] = []
+        graph, problem = measure.graph, measure.problem
+        # When a region ends, nobody knows that a result is let go of, or that a shape is all that is read.
+        every = graph.every or graph
+        need, made = every.problem(self.model).need, range(len(graph.ops))
+        shapes = every.places(every.joint.shapes)
         for name, policy in self.policies.items():
-            graph, problem = measure.graph, measure.problem
             kept = saved_by(policy, graph, problem) | graph.joint.decisions
             # A policy does not keep what is free because it counts elsewhere.
-            size = (INF if v < len(graph.ops) and v not in kept else s for v, s in enumerate(problem.size))
-            problem = replace(problem, size=tuple(size))
-            solution = complete(problem, kept)
-            if solution is not None and graph.every is not None:
-                # When a region ends, nobody knows that some of its results are let go of.
-                needs = graph.every.problem(self.model).need
-                every = complete(replace(problem, need=needs), kept) or solution
-                saved = solution.saved | every.saved
-                solution = replace(solution, saved=saved, bytes=int(sum(problem.size[v] for v in saved)))
+            size = [INF if v in made and v not in kept else s for v, s in enumerate(problem.size)]
+            own = replace(problem, size=tuple(size))
+            solution, held = complete(own, kept), complete(replace(own, need=need), kept)
             # Where Python runs again as a whole, what is kept beside is of no use.
             if solution is not None and (graph.joint.hooked or policy is save_nothing):
+                saved = solution.saved.union(held.saved if held else (), kept.intersection(shapes, made))
+                solution = replace(solution, saved=saved, bytes=int(sum(size[v] for v in saved)))
                 found.append(Ready(**vars(measure.choice(solution)), name=name))
         return found
 

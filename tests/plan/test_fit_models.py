@@ -53,11 +53,12 @@ def lowest(model, args, **options):
 
 
 def check(model, *args, loss=None, rel=0.02, **options):
-    """Planned peaks are those of real steps: as it is, at the lowest peak, and half-way."""
+    """Planned peaks are those of real steps: as it is, at the lowest peak, and between the two."""
     plain, low = lowest(model, args, loss=loss, **options)
     held = plain.held.bytes
     assert measured(model, args, loss) == pytest.approx(plain.plain_bytes - held, rel=rel)
-    for limit in (low, (low + plain.plain_bytes) // 2):
+    for quarter in range(4):
+        limit = low + (plain.plain_bytes - low) * quarter // 4
         done = remat.fit(model, *args, peak=limit, loss=loss, **options)
         peak = measured(model, args, loss)
         assert done.applied and done.peak_bytes <= limit
@@ -600,7 +601,11 @@ class Rearranged(FeedForward):
     """A block that hands its arguments on, turned and cut."""
 
     def forward(self, x, y=None):
-        return (x + self.net(x)).transpose(0, 1).contiguous().transpose(0, 1), x.flip(0), x[:2].transpose(1, 2)
+        return (
+            (x + self.net(x)).transpose(0, 1).contiguous().transpose(0, 1),
+            x.flip(0),
+            x[:2].transpose(1, 2),
+        )
 
 
 class HandingOn(Row):
@@ -624,29 +629,33 @@ KINDS = {
     "shared": (Shared, 0.001),
     "results": (lambda: Results(Attention), 0.001),
     "stored": (lambda: Row(Storing), 0.001),
-    "told": (lambda: Told(Telling), 0.001),
+    "told": (
+        lambda: Told(Telling),
+        0.12,
+    ),  # 11 above: kept, and in a list until the forward ends: counted twice
     "squashed": (lambda: Row(Squashing, 4), 0.001),
-    "stable": (lambda: Row(Stabilized), 0.003),
-    "numbers of a block": (lambda: Row(Measured), 0.003),
-    "read later": (lambda: Row(Late), 0.003),
+    "stable": (lambda: Row(Stabilized), 0.001),
+    "numbers of a block": (lambda: Row(Measured), 0.001),
+    "read later": (lambda: Row(Late), 0.001),
     "memories": (lambda: Row(Memory), 0.001),
-    "old constants": (lambda: Row(OldConstant), 0.03),
+    "old constants": (lambda: Row(OldConstant), 0.001),
     "slices": (Slices, 0.001),
     "called": (Called, 0.001),
-    "balanced": (Balanced, 0.002),
+    "balanced": (Balanced, 0.001),
     "functions": (lambda: Adding(Hyper), 0.001),
     "partial functions": (lambda: Adding(Bound), 0.001),
     "records": (lambda: AddingRecord(InRecord), 0.001),
     "parts": (lambda: AddingPart(InPair), 0.001),
-    "parts of products": (lambda: AddingLater(OfProduct), 0.05),  # 4 above: one gradient of two results
+    "parts of products": (lambda: AddingLater(OfProduct), 0.001),
     "states beside": (lambda: First(Titan), 0.06),  # 6 % above: the first block's argument has no gradient
     "one result of two": (lambda: First(Remembering), 0.001),
     "overwritten states": (lambda: Overwritten(Remembering), 0.001),
     "logged states": (lambda: Logged(Remembering), 0.001),
     "numbers of states": (lambda: Metric(Remembering), 0.001),
     "views": (lambda: Views(Viewing), 0.001),
-    "softmaxed": (lambda: First(Softmaxed), 0.001),
-    "summed": (lambda: AddingBoth(Summed), 0.001),
+    # 4 above: the first part of an argument's gradient is added to that of a residual connection at once
+    "softmaxed": (lambda: First(Softmaxed), 0.05),
+    "summed": (lambda: AddingBoth(Summed), 0.05),
     "scaled": (lambda: Row(Scaled), 0.001),
     "rearranged": (lambda: HandingOn(Rearranged), 0.001),
 }
@@ -657,7 +666,7 @@ KINDS = {
 def test_peaks_are_those_of_steps(kind):
     torch.manual_seed(0)
     make, rel = KINDS[kind]
-    check(make(), torch.randn(4, 24, 32), rel=rel)
+    check(make(), torch.randn(4, 24, 32), rel=rel, cost="flops")
 
 
 class Neighbours(FeedForward):

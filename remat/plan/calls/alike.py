@@ -112,7 +112,9 @@ class Regions:
         """Add a region."""
         owner = getattr(fn, "__self__", fn)
         name = getattr(fn, "__name__", None) or type(fn).__name__
-        self.found.append(Met(name, graph, owner if isinstance(owner, torch.nn.Module) else None, graded, gone))
+        self.found.append(
+            Met(name, graph, owner if isinstance(owner, torch.nn.Module) else None, graded, gone)
+        )
 
     def graph(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         """The graph of a call, from one like it where there is one."""
@@ -139,7 +141,11 @@ class Regions:
 
 
 def _from(
-    ends: tuple[tuple[int, ...], tuple[int, ...]], graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any
+    ends: tuple[tuple[int, ...], tuple[int, ...]],
+    graph: Graph,
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
 ) -> Graph:
     """The graph of the same call whose backward begins with some of its results, others being gone."""
 

@@ -58,7 +58,6 @@ from remat.transforms.intermediates import only
 from remat.transforms.region import planning
 from remat.transforms.tape import shapes_read
 
-
 _CONSTANT = torch.ops.aten.lift_fresh.default
 
 
@@ -299,8 +298,9 @@ def record(
     Without `backward` the graph ends with the forward. Without `hooks` what the backward reads stands in for
     what autograd packs: torch.func inside `fn` refuses saved-tensor hooks. `present`: the places in
     `Joint.made` of the results that a gradient comes for; None where one comes for all. `gone`: of those that
-    the caller lets go of before the backward, with all that leads to them alone. What meanwhile calls `left_out` is a hole in it. Nobody collects named values meanwhile, and `is_recomputing()` is true:
-    what counts has its turn in the run proper.
+    the caller lets go of before the backward, with all that leads to them alone. What meanwhile calls
+    `left_out` is a hole in it. Nobody collects named values meanwhile, and `is_recomputing()` is true: what
+    counts has its turn in the run proper.
 
     Raises:
         NotOnFakes: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
