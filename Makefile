@@ -27,8 +27,9 @@ test-all: $(STAMP)
 test-packages: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[gpu]'
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torchtitan==0.3.0 spmd_types==0.2.3 torchdata \
-		torch_checkpointing accelerate==1.15.0 lightning==2.6.6 pytorch-lightning lightning-utilities torchmetrics
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/interop/test_packages.py $(ARGS)
+		torch_checkpointing accelerate==1.15.0 lightning==2.6.6 pytorch-lightning lightning-utilities torchmetrics \
+		opacus==1.6.0 opt_einsum psutil deepspeed==0.19.8 hjson msgpack ninja py-cpuinfo
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS) $(addprefix tests/interop/test_,packages.py run.py opacus.py deepspeed.py)
 
 # Programs drawn at random, with regions and without; `ARGS='--seeds 0:1000 --modes eager,func,aot_eager'`.
 fuzz: $(STAMP)
