@@ -431,7 +431,6 @@ def _must_run(tape: Tape) -> set[int]:
     inner = {i for start, stop in tape.inner for i in range(start, stop)}
     draws = (node for node in tape.nodes if node.draws and (tape.scanned or "generator" in node.kwargs))
     inner.update(i for node in draws for i in node.deps)
-    inner.update(i for seen in tape.looked for i in tape.sources(*seen))
     return inner | {
         i
         for i, node in enumerate(tape.nodes)

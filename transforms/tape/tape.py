@@ -102,7 +102,6 @@ class Tape:
         inner: the ops of regions inside this one.
         last_write: the last op that wrote to a memory.
         exposed: memories made inside that user code has looked at itself: what lies there is unknown.
-        looked: values that user code has made numbers of, each with how many ops had run by then.
         open: why the ops do not tell all that was computed, None where they do.
         loose: forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that
             differ between the passes. Where user code runs again, its ops cannot be compared.
@@ -132,7 +131,6 @@ class Tape:
         self.inner: list[tuple[int, int]] = []
         self.last_write: dict[int, int] = {}
         self.exposed: set[int] = set()
-        self.looked: list[tuple[int, int]] = []
         self.decided: set[int] = set()
         self.lent: set[int] = set()
         self.offered: set[int] = set()
@@ -199,7 +197,6 @@ class Tape:
         made.outside, made.checks = [], None
         made.packed, made.owners = self.packed[:packed], self.owners[:packed]
         made.names, made.inner = self.names[:names], [pair for pair in self.inner if pair[1] <= count]
-        made.looked = [(number, at) for number, at in self.looked if at <= count]
         made.exposed, made.decided = set(self.exposed), {i for i in self.decided if i < count}
         made.last_write = {root: i for i, node in enumerate(made.nodes) for root in node.written}
         return made

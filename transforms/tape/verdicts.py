@@ -200,10 +200,6 @@ class WriteWatch(Verdicts):
         """The memory that a tensor lies in."""
         raise NotImplementedError
 
-    def number(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor that the forward meets."""
-        raise NotImplementedError
-
     def _known(self, memory: Any) -> Any:
         """What is known of a memory, None for nothing."""
         raise NotImplementedError
@@ -351,10 +347,6 @@ class WriteWatch(Verdicts):
             self.replaced = (*self.replaced, Replaced(tensor, data_of(tensor), at, met))
         # From now on it is another value.
         self.forget(tensor)
-
-    def look(self, tensor: torch.Tensor) -> None:
-        """User code makes numbers of `tensor`, as it is now."""
-        self.tape.looked.append((self.number(unwrapped(tensor)), len(self.tape.nodes)))
 
     def _refusal(self, func: Any, tensor: torch.Tensor) -> str:
         return (
