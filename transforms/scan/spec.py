@@ -273,9 +273,8 @@ def make(
 def now(before: RandomState) -> RandomState:
     """The generators' state: `before` itself where nothing was drawn since, so that steps share one copy."""
     now = before.again()
-    pairs = zip(now.devices, before.devices, strict=True)
-    states = [(now.cpu, before.cpu), *((a, b) for (_, a), (_, b) in pairs)]
-    return before if all(_is_state(a, b) for a, b in states) else now
+    pairs = zip(now.states, before.states, strict=True)
+    return before if all(_is_state(a.state, b.state) for a, b in pairs) else now
 
 
 def _is_state(state: Any, other: Any) -> bool:

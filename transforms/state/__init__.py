@@ -2,7 +2,7 @@
 
 from remat.transforms.state.ambient import (
     Ambient,  # a snapshot of switches, autocast and default device
-    GeneratorState,  # the state of the generator that an op is about to draw from
+    GeneratorState,  # the state of a generator: of one object, or of the one that a device has by default
     Print,  # what is compared of a float tensor
     RandomState,  # generator states of the CPU and of every device among the arguments
     alike,  # whether two runs had the same results, as far as prints tell
@@ -19,6 +19,7 @@ from remat.transforms.state.ambient import (
     refuse_traced_draws,  # raise where make_fx writes down a recomputation that draws
     registered,  # what users want captured before a forward and put back around its recomputation
     same_numbers,  # whether two tensors have the same numbers
+    state_before,  # the state of the generator that an op is about to draw from
     switches_put_back,  # leave switches as they are, whatever is turned inside
 )
 from remat.transforms.state.function_modes import (

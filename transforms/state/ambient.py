@@ -7,7 +7,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -131,13 +131,14 @@ def device_kinds(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
 # run regions wait, or something else would be drawn again. (Not for ops that are not torch's own, which may
 # themselves wait for another thread.)
 _drawing = threading.RLock()
+ReadState: TypeAlias = Callable[[torch.Generator], Any]
 _NOTHING = contextlib.nullcontext()
 
 
 def first_draw(call: Callable[..., Any], native: bool, args: Any, kwargs: Any) -> tuple[GeneratorState, Any]:
     """Run an op that draws, `native` for one of torch; the state that it has drawn from, and its result."""
     with _drawing if native else _NOTHING:
-        state = quiet(GeneratorState, args, kwargs)
+        state = quiet(state_before, args, kwargs)
         state.native = native
         out = call(*args, **kwargs)
         if type(state.state) is CompactState:
@@ -146,21 +147,24 @@ def first_draw(call: Callable[..., Any], native: bool, args: Any, kwargs: Any) -
 
 
 class GeneratorState:
-    """The state of the generator that an op is about to draw from."""
+    """The state of a generator: of one object, or of the one that a device has by default.
+
+    `of`: how it is read; the default is small for long.
+    """
 
     __slots__ = ("device", "generator", "native", "state")
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        self.generator: torch.Generator | None = kwargs.get("generator")
-        self.device = _device_of(args, kwargs)
-        if self.generator is None and self.device.type == "cpu":
-            self.generator = torch.default_generator
-        self.state, self.native = self._read(state_of), True
+    def __init__(
+        self, generator: torch.Generator | None, device: torch.device, of: ReadState = state_of
+    ) -> None:
+        if generator is None and device.type == "cpu":
+            generator = torch.default_generator
+        self.generator, self.device, self.native = generator, device, True
+        self.state: Any = self._module.get_rng_state(device) if generator is None else of(generator)
 
-    def _read(self, of: Callable[[torch.Generator], Any]) -> Any:
-        if self.generator is not None:
-            return of(self.generator)
-        return getattr(torch, self.device.type).get_rng_state(self.device)
+    @property
+    def _module(self) -> Any:
+        return getattr(torch, self.device.type)
 
     def restore(self, generator: torch.Generator | None = None) -> None:
         generator = generator or self.generator
@@ -168,7 +172,7 @@ class GeneratorState:
             if generator is not None:
                 set_state(generator, self.state)
             else:
-                getattr(torch, self.device.type).set_rng_state(self.state, self.device)
+                self._module.set_rng_state(self.state, self.device)
 
     def draw_again(self, region: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Have an op of a recomputation draw what it drew, from the generator that it is given."""
@@ -177,12 +181,14 @@ class GeneratorState:
             quiet(self.restore, kwargs.get("generator"))
             return call(*args, **kwargs)
 
-    def now(self) -> GeneratorState:
-        """The present state of the same generator, in full: for a while."""
-        made = GeneratorState.__new__(GeneratorState)
-        made.generator, made.device = self.generator, self.device
-        made.state, made.native = made._read(torch.Generator.get_state), True
-        return made
+    def now(self, of: ReadState) -> GeneratorState:
+        """The present state of the same generator."""
+        return GeneratorState(self.generator, self.device, of)
+
+
+def state_before(args: Any, kwargs: Any) -> GeneratorState:
+    """The state of the generator that an op is about to draw from."""
+    return GeneratorState(kwargs.get("generator"), _device_of(args, kwargs))
 
 
 def held_states(states: Iterable[GeneratorState]) -> list[torch.Tensor]:
@@ -216,7 +222,7 @@ def generators_again(states: Iterable[GeneratorState]) -> Iterator[None]:
     found: dict[Any, GeneratorState] = {}
     for state in states:
         found.setdefault(state.device if state.generator is None else id(state.generator), state)
-    now = [state.now() for state in found.values()]
+    now = [state.now(torch.Generator.get_state) for state in found.values()]
     try:
         for state in found.values():
             state.restore()
@@ -242,40 +248,33 @@ def _device_of(args: Any, kwargs: Any) -> torch.device:
 class RandomState:
     """Generator states of the CPU and of every device among the arguments, and of generators among `own`.
 
-    Whoever knows `device_kinds` of the tensors already may say so. `of`: how a state is read; the default is
-    small for long.
+    Whoever knows `device_kinds` of the tensors already may say so. `of`: as for `GeneratorState`.
     """
 
-    __slots__ = ("cpu", "devices", "own")
+    __slots__ = ("states",)
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
         kinds: tuple[str, ...] | None = None,
         own: Sequence[Any] = (),
-        of: Callable[[torch.Generator], Any] = state_of,
+        of: ReadState = state_of,
     ) -> None:
-        self.cpu = of(torch.default_generator)
-        self.own = [(x, of(x)) for x in own if issubclass(type(x), torch.Generator)] if own else ()
-        self.devices: Sequence[tuple[torch.device, torch.Tensor]] = ()
+        self.states = [GeneratorState(None, _CPU, of)]
         if (kinds or device_kinds(tensors)) != _ONLY_CPU:
             found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
-            self.devices = [(d, getattr(torch, d.type).get_rng_state(d)) for d in found]
+            self.states += [GeneratorState(None, device) for device in found]
+        self.states += [GeneratorState(x, _CPU, of) for x in own if issubclass(type(x), torch.Generator)]
 
     def restore(self) -> None:
         with _drawing:
-            set_state(torch.default_generator, self.cpu)
-            for device, state in self.devices:
-                getattr(torch, device.type).set_rng_state(state, device)
-            for generator, state in self.own:
-                set_state(generator, state)
+            for state in self.states:
+                state.restore()
 
-    def again(self, of: Callable[[torch.Generator], Any] = state_of) -> RandomState:
-        """The present state of the same generators; `of`: how it is read."""
+    def again(self, of: ReadState = state_of) -> RandomState:
+        """The present state of the same generators."""
         new = RandomState.__new__(RandomState)
-        new.cpu = of(torch.default_generator)
-        new.own = [(x, of(x)) for x, _ in self.own] if self.own else ()
-        new.devices = self.devices and [(d, getattr(torch, d.type).get_rng_state(d)) for d, _ in self.devices]
+        new.states = [state.now(of) for state in self.states]
         return new
 
 

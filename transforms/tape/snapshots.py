@@ -33,7 +33,7 @@ from remat.transforms.ops import (
     version_of,
 )
 from remat.transforms.pytree import flatten
-from remat.transforms.state import GeneratorState
+from remat.transforms.state import GeneratorState, state_before
 from remat.transforms.tape.tape import Tape, map_tensors
 
 
@@ -266,7 +266,7 @@ class WriteNotes(StrayWatch):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None:
-            self.random.append(quiet(GeneratorState, args, kwargs))
+            self.random.append(quiet(state_before, args, kwargs))
         for tensor in targets(traits(func), args, kwargs):
             key = storage(tensor)
             if key not in self.before and self._is_outside(tensor, key):
