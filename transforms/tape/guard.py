@@ -14,7 +14,6 @@ import torch
 
 from remat.transforms.compat import DispatchMode, function_modes_asked, functions_as_they_are, is_strided
 from remat.transforms.context import active, quiet
-from remat.transforms.offload import send
 from remat.transforms.ops import (
     Decisions,
     is_shape_arithmetic,
@@ -31,14 +30,12 @@ from remat.transforms.tape.program import call_of
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.so_far import show_so_far
 from remat.transforms.tape.tape import (
-    OFFLOAD,
     RECOMPUTE,
     Node,
     Outside,
     Ref,
     Tape,
     ValueNumbering,
-    map_tensors,
     refs_in,
 )
 
@@ -176,7 +173,8 @@ class GuardMode(Recorder):
                         self._enter(tensor, number + i)
                 self.at = at + 1
                 if at in self.held:
-                    self.kept[at] = self._hold_again(at, out)
+                    node = expected.nodes[at]
+                    self.kept[at] = self._hold(at, node, node.verdict, out)
                 return out
         facts = traits(func)
         if facts.ignored or (not expected.meta and is_shape_arithmetic(args, kwargs)):
@@ -320,17 +318,6 @@ class GuardMode(Recorder):
         if parent is not None:
             self._link(parent, at, around)
         return out
-
-    def _hold_again(self, at: int, out: Any) -> Any:
-        """What is kept of an op's results, as it was kept before."""
-        assert self.expected is not None
-        node = self.expected.nodes[at]
-        if node.verdict != OFFLOAD:
-            return quiet(map_tensors, torch.Tensor.detach, out)
-        # A look at what was sent lies in the copy, unless the memory is written to at some time.
-        whole = node.root < 0 or node.root in self.expected.last_write
-        root = None if whole else self.kept.get(node.root)
-        return quiet(map_tensors, lambda tensor: send(tensor, root), out)
 
     def expects(self, tensor: torch.Tensor) -> bool:
         """Autograd saves `tensor`: whether the forward is still the one on the tape, and saved this too."""

@@ -19,7 +19,7 @@ from remat.transforms.placeholders import Meta
 from remat.transforms.sharded import local_tensors, placements_of
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
-from remat.transforms.tape.tape import RECOMPUTE, SAVE, Node, ValueNumbering, map_tensors
+from remat.transforms.tape.tape import OFFLOAD, RECOMPUTE, SAVE, Node, ValueNumbering, map_tensors
 
 # Dropout between the layers of an RNN: where its probability is among the arguments, and whether it trains.
 OWN_DRAWS = {"_cudnn_rnn": (11, 12), "miopen_rnn": (9, 10)}
@@ -78,8 +78,8 @@ class Verdicts(Mode):
         raise NotImplementedError
 
     def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
-        """What is kept of an op's results under this verdict, SAVE or OFFLOAD."""
-        if verdict == SAVE:
+        """What is kept of an op's results under this verdict; other regions keep some, too."""
+        if verdict != OFFLOAD:
             return quiet(map_tensors, torch.Tensor.detach, out)
         # Of memory that was written to since, what was sent is out of date.
         fresh = node.root < 0 or node.root == at or node.root in self.tape.last_write
