@@ -23,6 +23,7 @@ from remat.transforms.tape.reachability import (
 )
 from remat.transforms.tape.recorder import (
     Recorder,  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
+    Replaced,  # a tensor from outside that user code has given other memory
 )
 from remat.transforms.tape.replay import (
     Recorded,  # one settled forward of a primitive
@@ -61,6 +62,5 @@ from remat.transforms.tape.tape import (
     refs_in,  # the numbers in a template
 )
 from remat.transforms.tape.verdicts import (
-    Replaced,  # a tensor from outside that user code has given other memory
     Verdicts,  # the part of a recorder that keeps values
 )

@@ -6,33 +6,40 @@ and `torch.func` at any depth. `guard.GuardMode` is one that expects the ops of 
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from remat.transforms.compat import (
+    data_of,
     function_modes_asked,
     functions_as_they_are,
     groups_in,
     memory_is_real,
+    set_data,
     top_hooks,
+    unwrapped,
 )
 from remat.transforms.context import active, on_scratch, quiet, scratch_around
-from remat.transforms.errors import RematError, user_place
+from remat.transforms.errors import RematError, user_line, user_place
+from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import (
     Decisions,
     Traits,
     draws,
     geometry,
     is_cast_of_leaf,
+    is_hollow,
     is_shape_arithmetic,
     memory_of,
     metadata,
     read_by,
     storage,
+    targets,
     tensors_in,
     traits,
 )
@@ -49,9 +56,10 @@ from remat.transforms.tape.tape import (
     Tape,
     ValueNumbering,
     is_graded,
+    map_tensors,
 )
 from remat.transforms.tape.unseen import memory_around
-from remat.transforms.tape.verdicts import OWN_DRAWS, WriteWatch
+from remat.transforms.tape.verdicts import OWN_DRAWS, Verdicts
 
 _as_strided = torch.ops.aten.as_strided.default
 # What stands in a template as it is, and means the same in another call.
@@ -59,7 +67,7 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 _PLAIN += (torch.memory_format,)
 
 
-class Recorder(WriteWatch):
+class Recorder(Verdicts):
     """Writes down the ops of a region and keeps what its selector says.
 
     Args:
@@ -83,11 +91,17 @@ class Recorder(WriteWatch):
         outer: for every op its number on the tape of the region around, if there is one.
         watching: the second of the saved-tensor hooks that tell what is saved; None where nobody asks.
         hooked: whether an op ran under others, whose values nobody is told.
+        graded_written: the arguments with derivatives that the function was about to write to.
+        replaced: tensors from outside that user code has given other memory (`.data = `).
+        sizes: of memories from outside that user code has looked at, when it did so first.
     """
 
     records = True
     watching: Any = None
     hooked = False
+    graded: Collection[int] = ()
+    graded_written: Sequence[int] = ()
+    replaced: tuple[Replaced, ...] = ()
 
     def __init__(
         self,
@@ -387,6 +401,160 @@ class Recorder(WriteWatch):
                 deps.append(write)
         node.deps, node.external = deps, tuple(external)
 
+    # -- writes to memory, and other looks at it -------------------------------------------------------------
+
+    def _before_write(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> None:
+        if facts.collective or (self.tape.sharded and not torch.is_grad_enabled()):
+            return
+        for tensor in self._written(facts, args, kwargs):
+            root = self.root(tensor)
+            if root >= 0:
+                self._copy_kept(self._kept_in.get(root, ()))
+            elif (places := self._differentiated(root)) and self.levels:
+                self.tape.open = self.tape.open or "it writes a derivative into an argument"
+            elif places:
+                self.graded_written = places
+                raise RematError(self._refusal(func, tensor))
+            elif facts.only_shape and -1 - root < self.tape.arguments:
+                raise RematError(self._refusal(func, tensor))
+            elif root not in self.snapshots:
+                self._snapshot(root, facts, args)
+
+    def _differentiated(self, root: int) -> list[int]:
+        """The arguments in this memory that have a derivative, which a write would change."""
+        at = [i for i in range(self.tape.arguments) if self.tape.outside[i].root == root]
+        self.tape.writes_arguments = self.tape.writes_arguments or bool(at)
+        return [i for i in at if i in self.graded or self.around(self.outside[i]).requires_grad]
+
+    def _written(self, facts: Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+        """The tensors whose memory a call writes to.
+
+        None if it gives another shape to a tensor object of the region's own, as `t_` does."""
+        if facts.only_shape and not any(args[0] is tensor for tensor in self.outside):
+            return ()
+        return targets(facts, args, kwargs)
+
+    def _snapshot(self, root: int, facts: Traits, args: Any) -> None:
+        """Hold memory from outside as it is before the region writes to it, for the recomputation."""
+        self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root], self._is_unread(root, facts, args))
+
+    def _is_unread(self, root: int, facts: Traits, args: Any) -> bool:
+        """Whether a memory from outside is about to be written over as a whole, and nobody has read it."""
+        if not facts.fills or root in self.shown or root in self.sizes:
+            return False
+        written = [t for t in tensors_in(args[0]) if self.root(t) == root]
+        if len(written) != 1 or any(self.root(t) == root for t in tensors_in(args[1:])):
+            return False
+        memory = memory_of(tensor := written[0])
+        if memory is None or tensor.nbytes != memory.nbytes() or not tensor.is_contiguous():
+            return False
+        tape = self.tape
+        so_far = itertools.islice(tape.nodes, self.position)
+        return all(
+            traits(node.op).view or all(tape.root_of(number) != root for number in node.reads())
+            for node in so_far
+        )
+
+    def freed(self) -> dict[int, Freed]:
+        """Memories from outside that user code frees or fills while the function runs, as offloaders do with
+        those of weights. They are no longer held against snapshots: the function fills them again."""
+        found: dict[int, Freed] = {}
+        # (FSDP2 gathers inside, and its hooks see to it in both passes that parameters are there.)
+        for at, tensor in enumerate(() if self.tape.sharded else self.outside):
+            root = self.tape.outside[at].root
+            memory = None if root in found or root in self.moved else memory_of(tensor)
+            if memory is None or (-1 - root != at and root not in self.sizes):
+                continue
+            size, first = memory.nbytes(), self.sizes.get(root)
+            if size == first or (first is None and not (is_hollow(tensor) and memory_is_real())):
+                continue
+            before = self.shown.pop(root, None)
+            if first is None and self._is_filled_first(root):
+                first = 0
+            found[root] = Freed(first, before if first else None)
+            self.snapshots.pop(root, None)
+        if found:
+            self.tape.open = self.tape.open or "memory from outside is freed or filled in it"
+        return found
+
+    def _is_filled_first(self, root: int) -> bool:
+        """Whether the first op that meets a memory from outside writes to it."""
+        outside, nodes = self.tape.outside, self.tape.nodes
+        met = (node for node in nodes if any(outside[i].root == root for i in node.external))
+        return any(root in node.written for node in itertools.islice(met, 1))
+
+    def raw_writes(self, but: Container[int] = ()) -> list[tuple[torch.Tensor, Snapshot]]:
+        """Memories from outside that user code wrote to past torch's dispatcher, as they were before."""
+        found = []
+        for root, before in self.shown.items():
+            tensor = self.outside[-1 - root]
+            if root in but or not quiet(before.differs, tensor):
+                continue
+            if self._differentiated(root):
+                raise RematError(self._refusal("a raw kernel or NumPy", tensor))
+            self.tape.open = self.tape.open or "raw memory from outside is written to"
+            # The function runs again, on that memory itself: there is no scratch copy that it could find.
+            self.snapshots.pop(root, None)
+            found.append((tensor.detach(), before))
+        return found
+
+    def put_back(self) -> None:
+        """Let memory from outside and generators be as before: the run was broken off, and begins again."""
+        for state in reversed(self.random.values()):
+            state.restore()
+        for tensor, before, *_ in self.replaced:
+            if before is not None:
+                set_data(tensor, before)
+        for root, before in {**self.snapshots, **self.shown}.items():
+            tensor = self.outside[-1 - root]
+            if root in self.snapshots or quiet(before.differs, tensor):
+                before.undo(tensor)
+
+    def _copy_kept(self, kept: Iterable[int]) -> None:
+        """What is kept is about to be overwritten."""
+        for i in kept:
+            value = self.kept.get(i)
+            if value is not None:
+                self.kept[i] = quiet(map_tensors, _copied, value)
+                for away in away_in(value):
+                    away.parcel.wait()
+
+    def expose(self, tensor: torch.Tensor, moved: bool = False) -> None:
+        """User code looks at the memory of `tensor` itself, or torch.distributed does, which may move it."""
+        bottom = unwrapped(tensor)
+        if moved:
+            self.moved.add(self.root(bottom))
+            return
+        if (root := self.root(bottom)) >= 0:
+            self.tape.exposed.add(root)
+            self.tape.cacheable = False
+            return
+        if (memory := memory_of(bottom)) is not None:
+            self.sizes.setdefault(root, memory.nbytes())
+        if bottom.is_cpu and root not in self.shown:
+            # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
+            self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
+
+    def replaces(self, tensor: torch.Tensor) -> None:
+        """User code is about to give `tensor` other memory."""
+        number = self._numbers.of(tensor)
+        if number is not None and number >= 0:
+            self.tape.exposed.add(self.tape.root_of(number))
+        elif all(tensor is not known.tensor for known in self.replaced):
+            at = None if number is None else -1 - number
+            met = at is not None or self._known(memory_of(tensor)) is not None
+            self.replaced = (*self.replaced, Replaced(tensor, data_of(tensor), at, met))
+        # From now on it is another value.
+        self.forget(tensor)
+
+    def _refusal(self, func: Any, tensor: torch.Tensor) -> str:
+        return (
+            f"region {self.tape.region!r} writes with {func} at {user_line()} into a "
+            f"{tuple(tensor.shape)} {tensor.dtype} tensor from outside the region, which is an argument that "
+            "is differentiated, or whose shape it changes. A recomputation would write again. Write out of "
+            "place, or into a `.clone()` made in the region."
+        )
+
     # -- regions inside and around ---------------------------------------------------------------------------
 
     def _link(self, mode: Any, at: int, around: int) -> None:
@@ -409,6 +577,26 @@ class Recorder(WriteWatch):
     def living_values(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors that ops have made and that somebody holds."""
         return list(self._numbers.living())
+
+
+class Replaced(NamedTuple):
+    """A tensor from outside that user code has given other memory."""
+
+    tensor: torch.Tensor
+    before: torch.Tensor | None  # what it had before
+    at: int | None  # its position among those from outside until then, None where no op had read it
+    met: bool  # whether anything had read that memory
+
+
+class Freed(NamedTuple):
+    """A memory from outside that user code frees or fills."""
+
+    size: int | None  # its size when the region began, None where nobody knows
+    before: Snapshot | None  # what it held then
+
+
+def _copied(value: Any) -> Any:
+    return value if isinstance(value, Elsewhere) else value.clone()
 
 
 def _is_plain(args: Any) -> bool:

@@ -1,24 +1,19 @@
-"""What is kept of the ops of a forward: verdicts, names that change them, what regions share; and what writes
-overwrite, held as it was."""
+"""What is kept of the ops of a forward: verdicts, names that change them, what regions share."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
-from remat.transforms.compat import below_levels, data_of, memory_is_real, set_data, unwrapped
+from remat.transforms.compat import below_levels
 from remat.transforms.context import Mode, active, quiet
-from remat.transforms.errors import RematError, user_line
-from remat.transforms.offload import Elsewhere, away_in, send
-from remat.transforms.ops import Traits, is_hollow, memory_of, metas, targets, tensors_in, traits
+from remat.transforms.offload import send
+from remat.transforms.ops import Traits, metas, tensors_in
 from remat.transforms.placeholders import Meta
 from remat.transforms.sharded import local_tensors, placements_of
-from remat.transforms.state import GeneratorState
-from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import OFFLOAD, RECOMPUTE, SAVE, Node, ValueNumbering, map_tensors
 
 # Dropout between the layers of an RNN: where its probability is among the arguments, and whether it trains.
@@ -179,199 +174,3 @@ class Verdicts(Mode):
                 for node in nodes[at + 1 :]:
                     if root in node.written and at not in node.overwrites:
                         node.overwrites = (*node.overwrites, at)
-
-
-class WriteWatch(Verdicts):
-    """The part of a recorder that is asked before a write (see `recorder.Recorder`)."""
-
-    outside: list[torch.Tensor]
-    random: dict[int, GeneratorState]
-    snapshots: dict[int, Snapshot]
-    shown: dict[int, Snapshot]
-    moved: set[int]
-    graded: Collection[int] = ()  # the arguments that levels of torch.func differentiate
-    graded_written: Sequence[int] = ()  # those that the function was about to write to
-    # Tensors from outside that user code has given other memory (`.data = `).
-    replaced: tuple[Replaced, ...] = ()
-    # Sizes of memories from outside that user code has looked at, when it did so first.
-    sizes: dict[int, int]
-
-    def root(self, tensor: torch.Tensor) -> int:
-        """The memory that a tensor lies in."""
-        raise NotImplementedError
-
-    def _known(self, memory: Any) -> Any:
-        """What is known of a memory, None for nothing."""
-        raise NotImplementedError
-
-    def _before_write(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> None:
-        if facts.collective or (self.tape.sharded and not torch.is_grad_enabled()):
-            return
-        for tensor in self._written(facts, args, kwargs):
-            root = self.root(tensor)
-            if root >= 0:
-                self._copy_kept(self._kept_in.get(root, ()))
-            elif (places := self._differentiated(root)) and self.levels:
-                self.tape.open = self.tape.open or "it writes a derivative into an argument"
-            elif places:
-                self.graded_written = places
-                raise RematError(self._refusal(func, tensor))
-            elif facts.only_shape and -1 - root < self.tape.arguments:
-                raise RematError(self._refusal(func, tensor))
-            elif root not in self.snapshots:
-                self._snapshot(root, facts, args)
-
-    def _differentiated(self, root: int) -> list[int]:
-        """The arguments in this memory that have a derivative, which a write would change."""
-        at = [i for i in range(self.tape.arguments) if self.tape.outside[i].root == root]
-        self.tape.writes_arguments = self.tape.writes_arguments or bool(at)
-        return [i for i in at if i in self.graded or self.around(self.outside[i]).requires_grad]
-
-    def _written(self, facts: Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-        """The tensors whose memory a call writes to.
-
-        None if it gives another shape to a tensor object of the region's own, as `t_` does."""
-        if facts.only_shape and not any(args[0] is tensor for tensor in self.outside):
-            return ()
-        return targets(facts, args, kwargs)
-
-    def _snapshot(self, root: int, facts: Traits, args: Any) -> None:
-        """Hold memory from outside as it is before the region writes to it, for the recomputation."""
-        self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root], self._is_unread(root, facts, args))
-
-    def _is_unread(self, root: int, facts: Traits, args: Any) -> bool:
-        """Whether a memory from outside is about to be written over as a whole, and nobody has read it."""
-        if not facts.fills or root in self.shown or root in self.sizes:
-            return False
-        written = [t for t in tensors_in(args[0]) if self.root(t) == root]
-        if len(written) != 1 or any(self.root(t) == root for t in tensors_in(args[1:])):
-            return False
-        memory = memory_of(tensor := written[0])
-        if memory is None or tensor.nbytes != memory.nbytes() or not tensor.is_contiguous():
-            return False
-        tape = self.tape
-        so_far = itertools.islice(tape.nodes, self.position)
-        return all(
-            traits(node.op).view or all(tape.root_of(number) != root for number in node.reads())
-            for node in so_far
-        )
-
-    def freed(self) -> dict[int, Freed]:
-        """Memories from outside that user code frees or fills while the function runs, as offloaders do with
-        those of weights. They are no longer held against snapshots: the function fills them again."""
-        found: dict[int, Freed] = {}
-        # (FSDP2 gathers inside, and its hooks see to it in both passes that parameters are there.)
-        for at, tensor in enumerate(() if self.tape.sharded else self.outside):
-            root = self.tape.outside[at].root
-            memory = None if root in found or root in self.moved else memory_of(tensor)
-            if memory is None or (-1 - root != at and root not in self.sizes):
-                continue
-            size, first = memory.nbytes(), self.sizes.get(root)
-            if size == first or (first is None and not (is_hollow(tensor) and memory_is_real())):
-                continue
-            before = self.shown.pop(root, None)
-            if first is None and self._is_filled_first(root):
-                first = 0
-            found[root] = Freed(first, before if first else None)
-            self.snapshots.pop(root, None)
-        if found:
-            self.tape.open = self.tape.open or "memory from outside is freed or filled in it"
-        return found
-
-    def _is_filled_first(self, root: int) -> bool:
-        """Whether the first op that meets a memory from outside writes to it."""
-        outside, nodes = self.tape.outside, self.tape.nodes
-        met = (node for node in nodes if any(outside[i].root == root for i in node.external))
-        return any(root in node.written for node in itertools.islice(met, 1))
-
-    def raw_writes(self, but: Container[int] = ()) -> list[tuple[torch.Tensor, Snapshot]]:
-        """Memories from outside that user code wrote to past torch's dispatcher, as they were before."""
-        found = []
-        for root, before in self.shown.items():
-            tensor = self.outside[-1 - root]
-            if root in but or not quiet(before.differs, tensor):
-                continue
-            if self._differentiated(root):
-                raise RematError(self._refusal("a raw kernel or NumPy", tensor))
-            self.tape.open = self.tape.open or "raw memory from outside is written to"
-            # The function runs again, on that memory itself: there is no scratch copy that it could find.
-            self.snapshots.pop(root, None)
-            found.append((tensor.detach(), before))
-        return found
-
-    def put_back(self) -> None:
-        """Let memory from outside and generators be as before: the run was broken off, and begins again."""
-        for state in reversed(self.random.values()):
-            state.restore()
-        for tensor, before, *_ in self.replaced:
-            if before is not None:
-                set_data(tensor, before)
-        for root, before in {**self.snapshots, **self.shown}.items():
-            tensor = self.outside[-1 - root]
-            if root in self.snapshots or quiet(before.differs, tensor):
-                before.undo(tensor)
-
-    def _copy_kept(self, kept: Iterable[int]) -> None:
-        """What is kept is about to be overwritten."""
-        for i in kept:
-            value = self.kept.get(i)
-            if value is not None:
-                self.kept[i] = quiet(map_tensors, _copied, value)
-                for away in away_in(value):
-                    away.parcel.wait()
-
-    def expose(self, tensor: torch.Tensor, moved: bool = False) -> None:
-        """User code looks at the memory of `tensor` itself, or torch.distributed does, which may move it."""
-        bottom = unwrapped(tensor)
-        if moved:
-            self.moved.add(self.root(bottom))
-            return
-        if (root := self.root(bottom)) >= 0:
-            self.tape.exposed.add(root)
-            self.tape.cacheable = False
-            return
-        if (memory := memory_of(bottom)) is not None:
-            self.sizes.setdefault(root, memory.nbytes())
-        if bottom.is_cpu and root not in self.shown:
-            # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
-            self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
-
-    def replaces(self, tensor: torch.Tensor) -> None:
-        """User code is about to give `tensor` other memory."""
-        number = self._numbers.of(tensor)
-        if number is not None and number >= 0:
-            self.tape.exposed.add(self.tape.root_of(number))
-        elif all(tensor is not known.tensor for known in self.replaced):
-            at = None if number is None else -1 - number
-            met = at is not None or self._known(memory_of(tensor)) is not None
-            self.replaced = (*self.replaced, Replaced(tensor, data_of(tensor), at, met))
-        # From now on it is another value.
-        self.forget(tensor)
-
-    def _refusal(self, func: Any, tensor: torch.Tensor) -> str:
-        return (
-            f"region {self.tape.region!r} writes with {func} at {user_line()} into a "
-            f"{tuple(tensor.shape)} {tensor.dtype} tensor from outside the region, which is an argument that "
-            "is differentiated, or whose shape it changes. A recomputation would write again. Write out of "
-            "place, or into a `.clone()` made in the region."
-        )
-
-
-class Replaced(NamedTuple):
-    """A tensor from outside that user code has given other memory."""
-
-    tensor: torch.Tensor
-    before: torch.Tensor | None  # what it had before
-    at: int | None  # its position among those from outside until then, None where no op had read it
-    met: bool  # whether anything had read that memory
-
-
-class Freed(NamedTuple):
-    """A memory from outside that user code frees or fills."""
-
-    size: int | None  # its size when the region began, None where nobody knows
-    before: Snapshot | None  # what it held then
-
-
-def _copied(value: Any) -> Any:
-    return value if isinstance(value, Elsewhere) else value.clone()
