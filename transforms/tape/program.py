@@ -87,13 +87,11 @@ class Program:
         "outside",
         "steps",
         "tape",
-        "writes",
     )
 
     def __init__(self, tape: Tape, needs: Needs, wanted: Sequence[int]) -> None:
         self.tape, self.copied = tape, needs.copied
         self.steps = [_step(tape, needs, at) for at, action in enumerate(needs.actions) if action != SKIP]
-        self.writes = {root for step in self.steps if step.call for root in tape.nodes[step.at].written}
         self.kept = dict.fromkeys([step.at for step in self.steps if step.call is None])
         self.draws = any(step.draws for step in self.steps)
         self.direct, self._wanted = tape.direct(), wanted
