@@ -93,6 +93,16 @@ def test_layers_that_are_alike_are_planned_once(traced):
     assert len(traced) == 8
 
 
+def test_layers_that_are_numbered_are_planned_once(traced):
+    """As those of transformers, whose attention knows the number of its layer."""
+    layers = [model() for _ in range(14)]
+    for number, layer in enumerate(layers):
+        layer.number = number
+    step(torch.nn.Sequential(*[remat(layer, policy=checkpoint_policy(budget=0.5)) for layer in layers]))
+    # One more kind, of the first one's input; and numbers are trusted from the eighth layer on.
+    assert len(traced) == 9
+
+
 @pytest.mark.parametrize("odd", [1, 2, 5])
 def test_a_layer_that_only_looks_alike_is_planned_for_itself(odd):
     """By its place: with the third on, the engine sees that a call is not what was planned."""

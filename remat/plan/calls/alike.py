@@ -10,29 +10,16 @@ from typing import Any
 import torch
 
 from remat._forced import standing_for
-from remat.plan.calls.cache import graph_of, remember, runs
-from remat.plan.calls.keys import alike, alike_key
+from remat.plan.calls.cache import graph_of
 from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph
 from remat.plan.joint import Hole, Joint, Shell, left_out, record, shell_of, tensors_given
 from remat.policies import Policy
-from remat.transforms import BoundedCache, is_tensor
+from remat.transforms import BoundedCache
 from remat.transforms.compat import in_transform
 
-# A number that counts layers is taken for that after so many of them; later ones are looked at ever less.
-_SURE = 8
 # What calls of a kind return, by the graph of the kind.
 _SHELLS: BoundedCache[int, tuple[Graph, Shell]] = BoundedCache(256)
-
-
-@dataclass
-class _Kind:
-    """Calls that look alike; `doubted` where one of them turned out to run other ops."""
-
-    key: list[Any]
-    graph: Graph
-    met: int = 1
-    doubted: bool = False
 
 
 @dataclass
@@ -58,16 +45,14 @@ class Regions:
 
     Attributes:
         found: in the order of the calls.
-        traced: how many were traced: the others are like one of those.
         present: for each the places of results that gradients come back for, and of those that go before
             the backward, once that is known.
     """
 
     wanted: Callable[[Policy], bool]
     found: list[Met] = field(default_factory=list)
-    traced: int = 0
     present: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = field(default_factory=list)
-    _kinds: list[_Kind] = field(default_factory=list)
+    _graphs: dict[int, Graph] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
@@ -89,6 +74,11 @@ class Regions:
                 gone = ends[1], _only_in(every.joint, graph.joint)
         self.note(fn, graph, tuple([k for k, meta in enumerate(shell.fresh) if meta.grad]), gone)
         return (left_out(shell, args, kwargs),)
+
+    @property
+    def traced(self) -> int:
+        """How many run a graph of their own: the others are like one of those."""
+        return len(self._graphs)
 
     def narrowed(self, holes: Sequence[Hole]) -> bool:
         """Learn which results gradients come back for; whether the regions are to be met again with that."""
@@ -118,25 +108,8 @@ class Regions:
 
     def graph(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         """The graph of a call, from one like it where there is one."""
-        key = alike_key(fn, args, kwargs)
-        if key is not None:
-            for kind in self._kinds:
-                if alike(kind.key, key):
-                    kind.met += 1
-                    # Where not even a number differs, one comparison is enough.
-                    sure = kind.met > 2 if kind.key == key else kind.met > _SURE and kind.met & (kind.met - 1)
-                    if (kind.doubted or not sure) and not runs(kind.graph, fn, args, kwargs):
-                        # Some number makes a difference after all: every call is looked at.
-                        kind.doubted = True
-                    else:
-                        if not _on_meta(args):
-                            # It will be asked for again, when the region runs.
-                            remember(fn, args, kwargs, kind.graph)
-                        return kind.graph
         graph = graph_of(fn, args, kwargs)
-        self.traced += 1
-        if key is not None:
-            self._kinds.append(_Kind(key, graph))
+        self._graphs[id(graph)] = graph
         return graph
 
 
@@ -163,10 +136,6 @@ def _only_in(every: Joint, some: Joint) -> int:
     for joint in (every, some):
         kept.append({s for v in joint.saved if joint.owner[s := joint.values[v].storage] >= 0})
     return sum(every.storages[s] for s in kept[0] - kept[1] - made)
-
-
-def _on_meta(args: tuple[Any, ...]) -> bool:
-    return any(is_tensor(arg) and arg.device.type == "meta" for arg in args)
 
 
 def _shell(graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any) -> Shell:

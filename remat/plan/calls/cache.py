@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from remat._core import forget_when_priced, warn_user
-from remat.plan.calls.keys import Loose, alike_key, call_key
+from remat.plan.calls.keys import Loose, alike, alike_key, call_key
 from remat.plan.calls.looking import Reach, looked
 from remat.plan.calls.trusted import Trust, trust_nobody
 from remat.plan.graph import Graph
@@ -38,9 +39,10 @@ _KNOWN: BoundedCache[Hashable, Paths] = BoundedCache(256)
 # not have every call looked at.
 _ALIKE: BoundedCache[Hashable, tuple[int, Graph]] = BoundedCache(256)
 _ENOUGH = 3
-# Calls that differ in whose tensors they read alone, as those of the layers of a model: how many of them were
-# looked at and ran one graph, and which; None where some ran another one.
-_LAYERS: BoundedCache[Hashable, tuple[int, Graph | None]] = BoundedCache(256)
+# Calls that differ in one number, and in whose tensors they read, as those of the layers of a model do.
+_LAYERS: BoundedCache[Hashable, list[_Kind]] = BoundedCache(256)
+# A number that counts layers is taken for that after so many of them; later ones are looked at ever less.
+_SURE = 8
 # Part of the keys of calls that have to keep the same in every run.
 _SAME = "the same in every run"
 # So many paths of one function are told apart.
@@ -71,15 +73,14 @@ def graph_of(
     return _Call(fn, args, kwargs or {}).graph()
 
 
-def runs(graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call runs the forward of a graph; what is differentiated is part of their keys."""
-    return _Call(fn, args, kwargs).runs(graph)
+@dataclass
+class _Kind:
+    """Calls that look alike; `doubted` where one of them turned out to run other ops."""
 
-
-def remember(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph) -> None:
-    """Let a call that was found to be like another one have the graph of that."""
-    if (key := _Call(fn, args, kwargs).key) is not None:
-        _GRAPHS[key] = graph
+    key: list[Any]
+    graph: Graph
+    met: int = 1
+    doubted: bool = False
 
 
 class Paths:
@@ -187,7 +188,6 @@ class _Call:
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fn, self.args, self.kwargs = fn, args, kwargs
-        self.layer: Hashable | None = None
         # Below a region around, what is captured may belong to levels that are not in force here.
         captured = captured_at_levels(fn) if in_transform() or swapping() else ()
         self.peeled = peel(args, kwargs, captured) if in_transform() or captured else None
@@ -197,7 +197,7 @@ class _Call:
         """The graph, by a look where nobody has looked."""
         found = None if self.key is None else _GRAPHS.recall(self.key)
         if found is None:
-            found = self._look(lambda reach, hooks: self._recorded(hooks))
+            found = self._of_kind(lambda: self._look(lambda reach, hooks: self._recorded(hooks)))
             if self.key is not None:
                 _GRAPHS[self.key] = found
         return found
@@ -212,35 +212,48 @@ class _Call:
         count, alike = _ALIKE.recall(rough) or (0, None)
         if alike is not None and count >= _ENOUGH and not under_hooks():
             return alike
-        if (found := self._as_layer() or self._careful()) is None:
+        if (found := self._of_kind(self._careful)) is None:
             return None
-        if self.layer is not None and self.layer not in _LAYERS:
-            _LAYERS[self.layer] = 1, found
         same = alike is not None and alike.signature == found.signature
         # What was solved on the one is solved on the other.
         _ALIKE[rough] = count, found = (count + 1, alike) if same and alike else (1, found)
         _GRAPHS[self.key] = found
         return found
 
-    def _as_layer(self) -> Graph | None:
-        """The graph of calls that are alike, once three of them were seen to run it."""
+    def _of_kind(self, look: Callable[[], Any]) -> Any:
+        """The graph of calls that look like this one, once they were seen to run it; else one by a look."""
         key = None if self.peeled is not None else alike_key(self.fn, self.args, self.kwargs)
-        self.layer = None if key is None else Key(*key)
-        count, known = (self.layer is not None and _LAYERS.recall(self.layer)) or (0, None)
-        if known is None:
-            return None
-        graph = known
-        sure = count >= _ENOUGH or self._look(lambda reach, _: reach.once is None and self.runs(graph))
-        _LAYERS[self.layer] = count + 1, graph if sure else None
-        return graph if sure else None
+        if key is None:
+            return look()
+        kinds = _LAYERS.made(Key(*[int if type(part) is int else part for part in key]), list)
+        for kind in kinds:
+            if alike(kind.key, key):
+                kind.met += 1
+                # Where not even a number differs, two comparisons are enough.
+                counts = kind.met > _SURE and bool(kind.met & (kind.met - 1))
+                sure = kind.met > _ENOUGH if kind.key == key else counts
+                if (sure and not kind.doubted) or self._runs(kind.graph):
+                    return kind.graph
+                # Some number makes a difference after all: every call is looked at.
+                kind.doubted = True
+        if (graph := look()) is not None:
+            kinds.append(_Kind(key, graph))
+            del kinds[:-_PATHS]
+        return graph
 
-    def runs(self, graph: Graph) -> bool:
+    def _runs(self, graph: Graph) -> bool:
         """Whether the call runs the forward of a graph; what is differentiated is part of keys."""
         joint = graph.joint
-        other = record(self.fn, self.args, self.kwargs, backward=False, hooks=joint.hooked)
-        made = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in other.ops]
-        seen = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in joint.forward]
-        return made == seen and other.values == joint.values[: len(other.values)]
+
+        def same(reach: Reach, _: bool) -> bool:
+            if reach.once is not None:
+                return False
+            other = record(self.fn, self.args, self.kwargs, backward=False, hooks=joint.hooked)
+            made = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in other.ops]
+            seen = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in joint.forward]
+            return made == seen and other.values == joint.values[: len(other.values)]
+
+        return self._look(same)
 
     def _careful(self) -> Graph | None:
         return self._look(lambda reach, hooks: self._recorded(hooks) if reach.once is None else None)
