@@ -54,7 +54,8 @@ class Portfolio:
         graph, problem = measure.graph, measure.problem
         # When a region ends, nobody knows that a result is let go of, or that a shape is all that is read.
         every = graph.every or graph
-        need, made = every.problem(self.model).need, range(len(graph.ops))
+        made = range(len(graph.ops))
+        need = problem.need.union(every.problem(self.model).need.intersection(made))
         shapes = every.places(every.joint.shapes)
         for name, policy in self.policies.items():
             kept = saved_by(policy, graph, problem) | graph.joint.decisions
