@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,7 +32,7 @@ from remat.transforms.scan.spec import (
     fetch,
     with_step_note,
 )
-from remat.transforms.scan.vjp import OneByOne, by_func, pull
+from remat.transforms.scan.vjp import Pull, by_func
 from remat.transforms.sharded import PLAIN
 from remat.transforms.state import Print, alike, prints_of
 from remat.transforms.tape import holders, holds, noticing
@@ -60,8 +59,7 @@ class _Backward:
         self.run: Any = outside_batched_grads()(with_step_note) if batched_grads_around() else with_step_note
         self.coming: dict[int, Coming] = {}
         self.again: dict[int, list[Print]] = {}
-        by_levels = bool(scan.over) or by_func(flat)
-        self.one = None if by_levels else OneByOne(self.consts, self.needs)
+        self.pull = Pull(self.consts, self.needs, scan.over, by_func(flat))
         if self.blocks is not None:
             self.xs = dense(self.xs)
             self.device = flat[scan.sizes[0]].device
@@ -135,14 +133,11 @@ class _Backward:
 
     def _reverse_steps(self, start: int, stop: int) -> None:
         self._seed()
-        if stop == start + 1 and self.one is not None:
-            self._reverse_one(self.one, start)
-            return
-        scan, carry, rows = self.scan, self.hand.carry, [self._x(k) for k in range(start, stop)]
-        cts = [
-            [None if ct is None else ct.select(0, scan.at(k)) for ct in self.y_cts]
-            for k in range(start, stop)
-        ]
+        scan, carry, rows, cts = self.scan, self.hand.carry, [], []
+        for k in range(start, stop):
+            at = scan.at(k)
+            rows.append([x.select(0, at) for x in self.xs])
+            cts.append([None if ct is None else ct.select(0, at) for ct in self.y_cts])
         self.hand = State(start, [], None)  # the tape holds what it needs of the carry
 
         def steps(consts: Tensors, carry: Leaves, rows: list[list[torch.Tensor]]) -> tuple[Leaves, list[Any]]:
@@ -152,10 +147,9 @@ class _Backward:
                 ys.append(y)
             return carry, ys
 
-        grads = pull(steps, self.consts, carry, rows, self.carry_cts, cts, self.needs, scan.over)
-        self.carry_cts = grads[1]
-        self._add_consts(grads[0])
-        for k, row in zip(range(start, stop), grads[2], strict=True):
+        by_const, self.carry_cts, by_row = self.pull(steps, carry, rows, self.carry_cts, cts)
+        self._add_consts(by_const)
+        for k, row in zip(range(start, stop), by_row, strict=True):
             self._put(scan.at(k), row)
         self.scan.tell("reverse", range(stop - 1, start - 1, -1))
 
@@ -164,16 +158,6 @@ class _Backward:
         if k + 1 in self.scan.record.seen:
             self.again[k + 1] = prints_of([*carry, *ys] if k + 1 == self.scan.length else carry)
         return carry, ys
-
-    def _reverse_one(self, pull_one: OneByOne, k: int) -> None:
-        carry, at = self.hand.carry, self.scan.at(k)
-        cts = [*self.carry_cts, *(None if ct is None else ct.select(0, at) for ct in self.y_cts)]
-        self.hand = State(k, [], None)
-        step = functools.partial(self._step, k)
-        by_const, self.carry_cts, (by_x,) = pull_one(step, carry, self._x(k), cts)
-        self._add_consts(by_const)
-        self._put(at, by_x)
-        self.scan.tell("reverse", range(k, k + 1))
 
     def _rows(self, xs: Tensors, start: int, stop: int) -> Sequence[Sequence[torch.Tensor]]:
         """The rows of the blocks of these steps."""
@@ -302,7 +286,8 @@ def pull_back(
     cts: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
     """Gradients of `flat` (None: zero or not needed) from the cotangents of the carry's tensors and of ys."""
-    machine = _Backward(scan, flat, states, needs, cts)
+    with torch.no_grad():
+        machine = _Backward(scan, flat, states, needs, cts)
     stored = {state.step: slot for slot, state in states.items()}
     try:
         with torch.no_grad(), as_in_forward(scan):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,37 +46,15 @@ def pull(
     With no functorch level active plain autograd does it: faster, and the only way for bodies that hold an
     autograd.Function without `setup_context`. The result is differentiable where grad mode is on.
     """
-    at = [i for i, leaf in enumerate(carry) if is_tensor(leaf)]
-    states = [carry[i] for i in at]
-    marks = [need and smooth(c) for c, need in zip(consts, needs[0], strict=True)]
-    marks += map(smooth, states)
-    for row in rows:
-        marks += [need and smooth(x) for x, need in zip(row, needs[1], strict=True)]
-    flat = [*consts, *states]
-    for row in rows:
-        flat += row
-    head, body, width = len(consts), len(consts) + len(at), len(needs[1])
+    given = [*consts, *filter(is_tensor, carry), *itertools.chain(*rows)]
+    return Pull(consts, needs, over, by_func(given))(steps, carry, rows, carry_cts, y_cts)
 
-    def outputs(values: Sequence[torch.Tensor]) -> list[Any]:
-        full = merge(carry, at, values[head:body])
-        tail = (
-            [values[i : i + width] for i in range(body, body + width * len(rows), width)] if width else rows
-        )
-        end, ys = steps(values[:head], full, tail)
-        outs = [end[i] for i in at]
-        for row in ys:
-            outs += row
-        return outs
 
-    cts = list(carry_cts)
-    for row in y_cts:
-        cts += row
-    if by_func(flat):
-        grads = _with_func(outputs, flat, marks, cts, over)
-    else:
-        grads = _with_autograd(outputs, flat, marks, cts, over, head)
-    tail = [grads[i : i + width] for i in range(body, len(grads), width)] if width else [[] for _ in rows]
-    return grads[:head], grads[head:body], tail
+def _apart(grads: Grads, head: int, body: int, rows: list[Any]) -> tuple[Grads, Grads, list[Grads]]:
+    """Gradients of consts, of the carry, of each row."""
+    width = len(rows[0])
+    by_row = [grads[body + k * width : body + (k + 1) * width] for k in range(len(rows))]
+    return grads[:head], grads[head:body], by_row
 
 
 def by_func(tensors: Sequence[torch.Tensor]) -> bool:
@@ -84,71 +63,92 @@ def by_func(tensors: Sequence[torch.Tensor]) -> bool:
     return in_transform() or not outside_inference() or any([t.is_inference() for t in tensors])
 
 
-class OneByOne:
-    """`pull` of one step after another, by plain autograd: what is alike in all is looked at once.
+class Pull:
+    """`pull` of one segment after another: what is alike in all is looked at once.
 
     Args:
-        consts: what every step reads besides.
-        needs: which consts and which xs want a gradient.
+        consts, needs, over: as for `pull`.
+        func: whether torch.func differentiates.
     """
 
-    def __init__(self, consts: Sequence[torch.Tensor], needs: tuple[list[bool], list[bool]]) -> None:
-        self.needs = needs
+    def __init__(
+        self, consts: Sequence[torch.Tensor], needs: tuple[list[bool], list[bool]], over: Over, func: bool
+    ) -> None:
+        self.needs, self.over, self.create = needs, over, torch.is_grad_enabled()
         self.marks = [need and smooth(c) for c, need in zip(consts, needs[0], strict=True)]
-        self.consts = [_alias(c, False, True) if m else c for c, m in zip(consts, self.marks, strict=True)]
+        self.func, self.given = func, list(consts)
+        if func:
+            return
+        pairs = zip(consts, self.marks, strict=True)
+        self.consts = [_alias(c, self.create, True) if mark else c for c, mark in pairs]
         self.targets = [c for c, mark in zip(self.consts, self.marks, strict=True) if mark]
         self.others = _others(self.consts, consts)
 
     def __call__(
-        self, step: Callable[..., Any], carry: list[Any], x: list[torch.Tensor], cts: Grads
+        self,
+        steps: Callable[..., Any],
+        carry: list[Any],
+        rows: list[list[torch.Tensor]],
+        carry_cts: Grads,
+        y_cts: list[Grads],
     ) -> tuple[Grads, Grads, list[Grads]]:
-        """Gradients as `pull` has them; `cts`: of the carry's tensors and of ys."""
+        if self.func:
+            return self._by_func(steps, carry, rows, [*carry_cts, *itertools.chain(*y_cts)])
         targets, marks, at = list(self.targets), list(self.marks), []
+        state, mine, needs = list(carry), [], self.needs[1]
         with torch.enable_grad():
-            state, row = list(carry), []
             for i, leaf in enumerate(carry):
                 if is_tensor(leaf):
                     at.append(i)
                     marks.append(smooth(leaf))
-                    state[i] = own = leaf.detach()
-                    if marks[-1]:
-                        targets.append(own.requires_grad_())
-            for t, need in zip(x, self.needs[1], strict=True):
-                row.append(own := t.detach())
-                marks.append(need and smooth(t))
-                if marks[-1]:
-                    targets.append(own.requires_grad_())
-            (new, ys), last = noting(step, self.consts, state, row)
+                    state[i] = self._own(leaf, marks[-1], targets)
+            for row in rows:
+                mine.append(own := [])
+                for x, need in zip(row, needs, strict=True):
+                    marks.append(need and smooth(x))
+                    own.append(self._own(x, marks[-1], targets))
+            (new, ys), last = noting(steps, self.consts, state, mine)
+        outs, cts = [*(new[i] for i in at), *itertools.chain(*ys)], [*carry_cts, *itertools.chain(*y_cts)]
         with in_backward(last):
-            grads = _pulled([*(new[i] for i in at), *ys], cts, targets, marks, False, ())
+            grads = _pulled(outs, cts, targets, marks, self.create, self.over)
         if self.others:
             _handed_on(self.others)
-        a, b = len(self.marks), len(self.marks) + len(at)
-        return grads[:a], grads[a:b], [grads[b:]]
+        return _apart(grads, len(self.marks), len(self.marks) + len(at), rows)
 
+    def _by_func(
+        self, steps: Callable[..., Any], carry: list[Any], rows: list[list[torch.Tensor]], cts: Grads
+    ) -> tuple[Grads, Grads, list[Grads]]:
+        at = [i for i, leaf in enumerate(carry) if is_tensor(leaf)]
+        head, body = len(self.given), len(self.given) + len(at)
+        flat = [*self.given, *(carry[i] for i in at), *itertools.chain(*rows)]
+        marks = [*self.marks, *(smooth(carry[i]) for i in at)]
+        marks += [need and smooth(x) for row in rows for x, need in zip(row, self.needs[1], strict=True)]
+        wanted, given = [i for i, mark in enumerate(marks) if mark], [ct for ct in cts if ct is not None]
 
-def _with_autograd(
-    outputs: Callable[..., list[Any]],
-    flat: list[torch.Tensor],
-    marks: list[bool],
-    cts: Grads,
-    over: Over,
-    consts: int,
-) -> Grads:
-    create = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # An alias each: a gradient must not run on from one operand into another that it was made from. A
-        # leaf without hooks is its own alias, and lets a body that holds it run without swapping.
-        values = [
-            _alias(t, create, i < consts) if mark else t if create or i < consts else t.detach()
-            for i, (t, mark) in enumerate(zip(flat, marks, strict=True))
-        ]
-        outs, last = noting(outputs, values)
-    targets = [v for v, mark in zip(values, marks, strict=True) if mark]
-    with in_backward(last):
-        grads = _pulled(outs, cts, targets, marks, create, over)
-    _handed_on(_others(values[:consts], flat))
-    return grads
+        def chosen(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            full = merge(flat, wanted, values)
+            rest = iter(full[body:])
+            tail = [[next(rest) for _ in row] for row in rows]
+            end, ys = steps(full[:head], merge(carry, at, full[head:body]), tail)
+            outs = [*(end[i] for i in at), *itertools.chain(*ys)]
+            return tuple(o for o, ct in zip(outs, cts, strict=True) if ct is not None)
+
+        grads: Grads = [None] * len(flat)
+        if given:
+            (_, vjp), last = noting(torch.func.vjp, chosen, *(flat[i] for i in wanted))
+            with in_backward(last):
+                grads = merge(grads, wanted, _mapped(lambda *cts: vjp(cts), given, self.over))
+        return _apart(grads, head, body, rows)
+
+    def _own(self, tensor: torch.Tensor, mark: bool, targets: list[torch.Tensor]) -> torch.Tensor:
+        # An alias each: a gradient must not run on from one operand into another that it was made from.
+        if self.create:
+            own = _alias(tensor, True, False) if mark else tensor
+        else:
+            own = tensor.detach().requires_grad_(mark)
+        if mark:
+            targets.append(own)
+        return own
 
 
 def _pulled(
@@ -189,6 +189,7 @@ def _mapped(back: Callable[..., Any], cts: list[torch.Tensor], over: Over) -> Se
 
 
 def _alias(tensor: torch.Tensor, create: bool, const: bool) -> torch.Tensor:
+    # A leaf without hooks is its own alias, and lets a body that holds it run without swapping.
     if const and tensor.is_leaf and tensor.requires_grad and not tensor._backward_hooks:
         # A view made without grad mode says that it is a leaf too, and gets no gradient.
         if not tensor._is_view():
@@ -218,21 +219,3 @@ def _handed_on(others: list[Any]) -> None:
             if (gradient := alias.grad) is not None:
                 alias.grad = None
                 torch.autograd.backward(own, gradient)
-
-
-def _with_func(
-    outputs: Callable[..., list[Any]], flat: list[torch.Tensor], marks: list[bool], cts: Grads, over: Over
-) -> Grads:
-    at = [i for i, mark in enumerate(marks) if mark]
-    if all(ct is None for ct in cts):
-        return [None] * len(flat)
-
-    def chosen(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        full = merge(flat, at, values)
-        return tuple(o for o, ct in zip(outputs(full), cts, strict=True) if ct is not None)
-
-    (_, vjp), last = noting(torch.func.vjp, chosen, *(flat[i] for i in at))
-    with in_backward(last):
-        grads = _mapped(lambda *cts: vjp(cts), [ct for ct in cts if ct is not None], over)
-        found = dict(zip(at, grads, strict=True))
-    return [found.get(i) for i in range(len(flat))]
