@@ -10,18 +10,29 @@ if not os.path.isdir(os.path.join(__path__[0], "transforms")):
     __path__.append(os.path.dirname(__path__[0]))
 
 from remat._api import checkpoint_policy as checkpoint_policy
+from remat._api import remat as checkpoint  # the field's usual name
 from remat._api import remat as remat
 from remat._core import Decision as Decision
 from remat._core import OpInfo as OpInfo
+from remat._inspect import Residual as Residual
+from remat._inspect import print_saved_residuals as print_saved_residuals
+from remat._inspect import saved_residuals as saved_residuals
 from remat._intermediates import capture as capture
 from remat._intermediates import capture_grads as capture_grads
 from remat._names import checkpoint_name as checkpoint_name
 from remat._scan import scan_layers as scan_layers
 from remat._scan import scan_remat as scan_remat
+from remat._scan import stack_params as stack_params
+from remat._scan import unstack_params as unstack_params
 from remat._scan import while_remat as while_remat
 from remat.ambient import register_ambient as register_ambient
+from remat.nn import apply as apply
+from remat.nn import regions as regions
+from remat.nn import remove as remove
 from remat.policies import Policy as Policy
 from remat.policies import PolicyLike as PolicyLike
+from remat.policies import UnmatchedName as UnmatchedName
+from remat.policies import offload as offload
 from remat.policies import offload_matmuls as offload_matmuls
 from remat.policies import offload_names as offload_names
 from remat.policies import place_of
@@ -30,6 +41,7 @@ from remat.policies import save_all_but_names as save_all_but_names
 from remat.policies import save_attention as save_attention
 from remat.policies import save_collectives as save_collectives
 from remat.policies import save_everything as save_everything
+from remat.policies import save_larger_than as save_larger_than
 from remat.policies import save_matmuls as save_matmuls
 from remat.policies import save_names as save_names
 from remat.policies import save_nothing as save_nothing
@@ -42,11 +54,11 @@ if TYPE_CHECKING:
     from remat import debug, gpu, interop, plan, policies, schedules, transforms
     from remat import nn as nn
     from remat._fit import fit
-    from remat._inspect import Residual, print_saved_residuals, saved_residuals
     from remat._inspect.report import compare, explain
     from remat.plan import pareto, plan_model
 
 __version__ = "0.2.0"
+
 __all__ = [
     "Decision",
     "OpInfo",
@@ -54,8 +66,11 @@ __all__ = [
     "PolicyLike",
     "RematError",
     "Residual",
+    "UnmatchedName",
+    "apply",
     "capture",
     "capture_grads",
+    "checkpoint",
     "checkpoint_name",
     "checkpoint_policy",
     "compare",
@@ -65,6 +80,7 @@ __all__ = [
     "gpu",
     "interop",
     "is_recomputing",
+    "offload",
     "offload_matmuls",
     "offload_names",
     "pareto",
@@ -72,13 +88,16 @@ __all__ = [
     "plan_model",
     "policies",
     "print_saved_residuals",
+    "regions",
     "register_ambient",
     "register_op",
     "remat",
+    "remove",
     "save_all_but_names",
     "save_attention",
     "save_collectives",
     "save_everything",
+    "save_larger_than",
     "save_matmuls",
     "save_names",
     "save_nothing",
@@ -88,13 +107,14 @@ __all__ = [
     "scan_layers",
     "scan_remat",
     "schedules",
+    "stack_params",
     "transforms",
+    "unstack_params",
     "while_remat",
 ]
 
 # Loaded when they are first asked for: the planner and the reports are large, and most steps need neither.
 _LATER = {
-    **dict.fromkeys(("Residual", "print_saved_residuals", "saved_residuals"), "remat._inspect"),
     **dict.fromkeys(("compare", "explain"), "remat._inspect.report"),
     **dict.fromkeys(("pareto", "plan_model"), "remat.plan"),
     "fit": "remat._fit",
@@ -113,15 +133,13 @@ def __getattr__(name: str) -> Any:
 
 # What stands elsewhere, or has another name here.
 _ELSEWHERE = {
-    "checkpoint": "remat.remat, or remat.interop.checkpoint for torch's",
     "checkpoint_sequential": "remat.interop.checkpoint_sequential",
     "create_selective_checkpoint_contexts": "policy=remat.save_ops(...)",
     "CheckpointPolicy": "remat.Decision",
     "checkpoint_policies": "remat.jax_names.checkpoint_policies",
-    **{name: f"remat.nn.{name}" for name in ("apply", "apply_to", "regions", "remove")},
+    "apply_to": "remat.nn.apply_to",
     **{name: f"remat.plan.{name}" for name in ("Layout", "plan_chain")},
     **dict.fromkeys(("register_cost", "register_costly_op"), "remat.register_op"),
-    **{name: f"remat.layers.{name}" for name in ("stack_params", "unstack_params")},
 }
 
 
@@ -138,3 +156,22 @@ def _hint(name: str) -> str:
 def __dir__() -> list[str]:
     # `nn` is no part of `from remat import *`: it would take the place of `torch.nn`.
     return sorted([*__all__, "__version__", "nn"])
+
+
+class _Later:
+    """A name of the package that is loaded when it is used."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return __getattr__(self.__name__)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # `inspect.signature` and `help` look through what is wrapped.
+        found = __getattr__(self.__name__)
+        return found if name == "__wrapped__" else getattr(found, name)
+
+
+# After `from remat import remat` the function stands where the package would: it has the package's names.
+remat.__dict__.update({name: globals().get(name, _Later(name)) for name in [*__all__, *_ROOMS]})

@@ -181,7 +181,8 @@ def remat(
 
 # Options of torch.utils.checkpoint and of jax.checkpoint, and what to write here.
 _ELSEWHERE = {
-    "use_reentrant": "leave it out: there is one kind of region, and it works as use_reentrant=False does",
+    "use_reentrant": "leave it out: there is one kind of region, and it works as use_reentrant=False does; "
+    "torch's call, checkpoint(fn, x, use_reentrant=False), is that of remat.interop.checkpoint",
     "context_fn": "write policy=..., such as save_matmuls or a list of ops to save; "
     "remat.interop.from_torch_policy takes a policy function of torch's",
     "prevent_cse": "leave it out: recomputation is always protected from the compiler",
@@ -202,14 +203,15 @@ class UnknownOption(RematError, TypeError):
 
 
 def _option_error(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> UnknownOption:
-    if not unknown and isinstance(args[0], Policy):
+    if args and isinstance(args[0], Policy):
         return UnknownOption(
             f"remat(fn, {args[0]!r}): options are given by name. Write remat(fn, policy={args[0]!r})."
         )
-    if not unknown:
+    if args:
         return UnknownOption(
-            f"remat takes one function, got {len(args)} more arguments: remat(fn) returns a function. Write "
-            "remat(fn)(x), or remat(fn, policy=...)(x)."
+            f"remat takes one function, got {len(args) + 1} arguments: remat(fn) returns a function. Write "
+            "remat(fn)(x), or remat(fn, policy=...)(x); torch's checkpoint(fn, x, use_reentrant=False) "
+            "is that of remat.interop.checkpoint."
         )
     return unknown_option("remat", unknown)
 

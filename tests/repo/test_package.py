@@ -143,7 +143,7 @@ def test_the_face_shows_what_is_meant_and_no_more() -> None:
         remat.save_nothin  # noqa: B018
 
 
-LATER = ("remat.plan", "remat.cli", "remat.debug", "remat.interop", "remat.nn", "remat._inspect.report")
+LATER = ("remat.plan", "remat.cli", "remat.debug", "remat.interop", "remat.gpu", "remat._inspect.report")
 LATER += ("scipy", "networkx", "rich", "tyro", "matplotlib", "jax", "transformers")
 
 

@@ -61,7 +61,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a policy by position": (
         lambda: remat(f, save_matmuls), "by name", r"remat\(fn, policy=save_matmuls\)"
     ),
-    "arguments by position": (lambda: remat(f, X), "1 more", r"remat\(fn\)\(x\)"),
+    "arguments by position": (lambda: remat(f, X), "got 2 arguments", r"remat\(fn\)\(x\)"),
     "a result": (lambda: remat(f(X)), "a Tensor", r"remat\(fn\)\(x\)"),
     "a string": (lambda: remat("model"), "'model'", "@remat"),
     "torch's option": (lambda: remat(f, use_reentrant=False), "no such option", "leave it out"),
@@ -112,9 +112,20 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "JAX's name misspelt": (lambda: jax.dots_savable, "no 'dots_savable'", "dots_saveable"),
     "JAX's name here": (lambda: anything.dots_saveable, "dots_saveable", "jax_names.checkpoint_policies"),
-    "torch's name here": (lambda: anything.checkpoint, "'checkpoint'", "remat.interop.checkpoint"),
+    "torch's call here": (lambda: anything.checkpoint(f, X), "got 2 arguments", "remat.interop.checkpoint"),
+    "torch's call, whole": (
+        lambda: anything.checkpoint(f, X, use_reentrant=False), "use_reentrant=False",
+        "remat.interop.checkpoint",
+    ),
+    "torch's call, with keywords": (
+        lambda: anything.checkpoint(f, X, preserve_rng_state=False, y=X), "got 2 arguments",
+        "remat.interop.checkpoint",
+    ),
+    "torch's call, reentrant": (
+        lambda: anything.checkpoint(f, use_reentrant=True), "use_reentrant=True", "remat.interop.checkpoint"
+    ),
     "another of torch's": (lambda: anything.CheckpointPolicy, "CheckpointPolicy", "remat.Decision"),
-    "a name of another room": (lambda: anything.apply, "'apply'", "remat.nn.apply"),
+    "a name of another room": (lambda: anything.Layout, "'Layout'", "remat.plan.Layout"),
     "a name misspelt": (lambda: anything.save_matmul, "'save_matmul'", "did you mean save_matmuls"),
     "per cent": (lambda: under(checkpoint_policy(budget=40)), "40 bytes", "40 % write budget=0.4"),
     "per cent in words": (lambda: checkpoint_policy(budget="40%"), "'40%'", "budget=0.4"),
