@@ -56,6 +56,7 @@ from remat.transforms.eager.saved import (
     noted,
     one_at_a_time,
     resumed,
+    tables,
     users,
     users_own,
     watcher,
@@ -331,7 +332,8 @@ class Frame(Packer):
                 continue
             place = storage(tensor), geometry(tensor), tensor.requires_grad, written
             if place not in once:
-                once[place] = SavedInput(tensor, inputs.hooks, written, around)
+                hooks = None if tensor in tables else inputs.hooks
+                once[place] = SavedInput(tensor, hooks, written, around)
             self.held[at] = once[place]
         if self.held:
             holders.add(weakref.ref(self, holders.discard))

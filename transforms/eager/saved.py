@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from remat.transforms.compat import (
     at_backward_end,
@@ -21,6 +22,10 @@ from remat.transforms.context import Numbered, beyond_regions, numbered, numbere
 from remat.transforms.errors import RematError, not_repeated, written
 from remat.transforms.ops import hands_out, lying_as, metadata, version_of
 from remat.transforms.tape import Held, Tape, map_tensors
+
+# Tensors that a region under hooks of the user's has made of nothing that it was given, and that were stored:
+# a later run finds them (in a cache, on a module) and makes none. Such are no business of hooks, in any run.
+tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 

@@ -13,7 +13,7 @@ from remat.transforms.compat import graph_task
 from remat.transforms.context import active, quiet
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.residuals import bytes_of
-from remat.transforms.eager.saved import users, watcher
+from remat.transforms.eager.saved import tables, users, watcher
 from remat.transforms.errors import RematError
 from remat.transforms.offload import held_tensors
 from remat.transforms.ops import tensors_in
@@ -45,6 +45,8 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     if len(outs) > 1:
         reach = Reachability(outs, frame.start)
         frame.reach = reach if reach.differ else None
+    if users(frame.inputs.hooks) is not None:
+        _note_tables(recorder)
     recorder.share_around()
     frame.freed = recorder.freed()
     frame.raw, frame.replaced = recorder.raw_writes(), but_unmet(recorder)
@@ -80,6 +82,22 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
             frame.take(recorder, held)
     if active.listeners:
         report_frame(frame, recorder)
+
+
+def _note_tables(recorder: Recorder) -> None:
+    are = _tables(recorder)
+    for tensor, number in recorder.living_values():
+        if number >= 0 and are[recorder.tape.makers[number]]:
+            tables[tensor] = None
+
+
+def _tables(recorder: Recorder) -> list[bool]:
+    """Of every op, whether it computes the same whatever a region is given."""
+    given, found = [tensor in tables for tensor in recorder.outside], list[bool]()
+    for node in recorder.tape.nodes:
+        of_tables = all([given[i] for i in node.external]) and all([found[i] for i in node.deps])
+        found.append(of_tables and not node.draws)
+    return found
 
 
 def _prints(frame: Any, recorder: Recorder, out: Any) -> list[Print] | None:
@@ -145,7 +163,7 @@ def _prefers_residuals(frame: Any, recorder: Recorder, held: set[int]) -> bool:
     tape = frame.tape
     if recorder.snapshots and any(tape.root_of(number) in recorder.snapshots for number, _ in tape.packed):
         return False
-    needed = [recorder.outside[at] for at in held]
+    needed = [tensor for at in held if (tensor := recorder.outside[at]) not in tables]
     residuals.leave(frame.hollow)
     return residuals.count() < bytes_of([*needed, *tensors_in(list(frame.kept.values()))])
 
@@ -165,7 +183,14 @@ def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
         # And what the function has left elsewhere.
         results.extend(recorder.shared(kept))
         around = [recorder.around(tensor) for tensor in results]
-        frame.kept = held_values(kept, frame.region.name, zip(results, around, strict=True), hooks)
+        pairs = list(zip(results, around, strict=True))
+        # Tables that a later call finds stored are held beside hooks there, so here, too.
+        made = [] if hooks is None else _tables(recorder)
+        held = held_values(
+            {at: kept[at] for at, table in enumerate(made) if table and at in kept}, frame.region.name, pairs
+        )
+        held |= held_values({at: kept[at] for at in kept if at not in held}, frame.region.name, pairs, hooks)
+        frame.kept = {at: held[at] for at in kept}
 
         def roots() -> set[int | None]:
             numbers = map(recorder.bound, results)

@@ -230,6 +230,8 @@ def _run_frame(
     if bind is not None:
         region = inputs.region = of_users(bind, inputs, key)
         key = None if region.key is None else key
+    if hooked:  # a cast that an earlier call has cached is one from outside to this one
+        torch.clear_autocast_cache()
     if key is not None and hooked:
         out = region.cache.lasting.held_against(
             (region.key, key), functools.partial(_forward, inputs, args, kwargs)
