@@ -123,7 +123,7 @@ def several_results(joint: Joint) -> bool:
 
 def fresh(graph: Graph, saved: Set[int]) -> set[int]:
     """The storages that saved ops allocated, and that the region counts."""
-    return _allocated(graph, saved) - graph.elsewhere
+    return _allocated(graph, saved) - graph.free
 
 
 def _allocated(graph: Graph, saved: Set[int]) -> set[int]:

@@ -586,6 +586,13 @@ class Metric(Row):
         return x.square().mean()
 
 
+class Rectified(FeedForward):
+    """A result that is written in place, as in ResNets: who keeps it as it was before keeps a copy."""
+
+    def forward(self, x):
+        return F.relu(x + self.net(x), inplace=True)
+
+
 class Softmaxed(FeedForward):
     """Both results are read by the block's own backward, and by the next block's."""
 
@@ -676,6 +683,7 @@ KINDS = {
     "numbers of states": (lambda: Metric(Remembering), 0.001),
     "views": (lambda: Views(Viewing), 0.001),
     # 4 above: the first part of an argument's gradient is added to that of a residual connection at once
+    "rectified": (lambda: Row(Rectified), 0.001),
     "softmaxed": (lambda: First(Softmaxed), 0.05),
     "summed": (lambda: AddingBoth(Summed), 0.05),
     "scaled": (lambda: Row(Scaled), 0.001),

@@ -121,7 +121,12 @@ class Graph:
         if op.mutates or op.optional or is_view(joint, op):
             return INF
         fresh = {s for o in op.outputs if joint.owner[s := joint.values[o].storage] == position}
-        return float(sum(joint.storages[s] for s in fresh - self.elsewhere))
+        return float(sum(joint.storages[s] for s in fresh - self.free))
+
+    @cached_property
+    def free(self) -> frozenset[int]:
+        """Those of `elsewhere` that cost nothing to keep: what is written over is kept as a copy."""
+        return self.elsewhere.difference(self.joint.values[v].storage for op in self.ops for v in op.mutates)
 
     def _input_size(self, number: int) -> float:
         value = self.joint.values[number]
