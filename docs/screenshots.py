@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from remat import explain, remat, save_matmuls
+from remat import explain, remat, save_every_nth, save_matmuls
 from remat.cli.models import Sizes, batches, build
-from remat.policies import save_every
 from tests.tools import chromium
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +44,7 @@ def save_report(path: Path) -> None:
 
     def loss(tokens: torch.Tensor) -> torch.Tensor:
         def wrap(block: Any) -> Any:
-            return remat(block, policy=save_every(2, save_matmuls), name=f"layer {next(numbers)}")
+            return remat(block, policy=save_every_nth(2, save_matmuls), name=f"layer {next(numbers)}")
 
         return model.loss(params, tokens, wrap)
 

@@ -14,6 +14,7 @@ from remat._api import remat as checkpoint  # the field's usual name
 from remat._api import remat as remat
 from remat._core import Decision as Decision
 from remat._core import OpInfo as OpInfo
+from remat._deprecated import OLD, old
 from remat._inspect import Residual as Residual
 from remat._inspect import print_saved_residuals as print_saved_residuals
 from remat._inspect import saved_residuals as saved_residuals
@@ -25,7 +26,7 @@ from remat._scan import scan_remat as scan_remat
 from remat._scan import stack_params as stack_params
 from remat._scan import unstack_params as unstack_params
 from remat._scan import while_remat as while_remat
-from remat.ambient import register_ambient as register_ambient
+from remat.ambient import register_state as register_state
 from remat.nn import apply as apply
 from remat.nn import regions as regions
 from remat.nn import remove as remove
@@ -40,13 +41,15 @@ from remat.policies import register_op as register_op
 from remat.policies import save_all_but_names as save_all_but_names
 from remat.policies import save_attention as save_attention
 from remat.policies import save_collectives as save_collectives
+from remat.policies import save_costlier_than as save_costlier_than
+from remat.policies import save_every_nth as save_every_nth
 from remat.policies import save_everything as save_everything
 from remat.policies import save_larger_than as save_larger_than
 from remat.policies import save_matmuls as save_matmuls
 from remat.policies import save_names as save_names
 from remat.policies import save_nothing as save_nothing
 from remat.policies import save_ops as save_ops
-from remat.policies import save_unbatched_matmuls as save_unbatched_matmuls
+from remat.policies import save_weight_matmuls as save_weight_matmuls
 from remat.transforms import RematError as RematError
 from remat.transforms.region import is_recomputing as is_recomputing
 
@@ -89,20 +92,22 @@ __all__ = [
     "policies",
     "print_saved_residuals",
     "regions",
-    "register_ambient",
     "register_op",
+    "register_state",
     "remat",
     "remove",
     "save_all_but_names",
     "save_attention",
     "save_collectives",
+    "save_costlier_than",
+    "save_every_nth",
     "save_everything",
     "save_larger_than",
     "save_matmuls",
     "save_names",
     "save_nothing",
     "save_ops",
-    "save_unbatched_matmuls",
+    "save_weight_matmuls",
     "saved_residuals",
     "scan_layers",
     "scan_remat",
@@ -125,6 +130,8 @@ _ROOMS = ("debug", "gpu", "interop", "jax_names", "layers", "nn", "plan")
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"remat.{name}")
+    if name in OLD["remat"]:
+        return old("remat", name)
     if name not in _LATER:
         raise AttributeError(f"module 'remat' has no attribute {name!r}{_hint(name)}")
     found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
@@ -139,7 +146,6 @@ _ELSEWHERE = {
     "checkpoint_policies": "remat.jax_names.checkpoint_policies",
     "apply_to": "remat.nn.apply_to",
     **{name: f"remat.plan.{name}" for name in ("Layout", "plan_chain")},
-    **dict.fromkeys(("register_cost", "register_costly_op"), "remat.register_op"),
 }
 
 

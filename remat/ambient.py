@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
+from remat._deprecated import old
 from remat.transforms import RematError
 from remat.transforms.state import registered
 
@@ -20,14 +22,14 @@ class AmbientError(RematError, TypeError):
 
 
 class AmbientPair(NamedTuple):
-    """A pair for `register_ambient(*pair)`."""
+    """A pair for `register_state(*pair)`."""
 
     capture: Callable[[], Any]
     replay: Callable[[Any], AbstractContextManager[Any]]
 
 
 class Registration:
-    """What `register_ambient` returns: `remove()` ends it, as does leaving it as a context."""
+    """What `register_state` returns: `remove()` ends it, as does leaving it as a context."""
 
     def remove(self) -> None:
         """Capture no more; what was captured is still put back."""
@@ -40,7 +42,7 @@ class Registration:
         self.remove()
 
 
-def register_ambient(
+def register_state(
     capture: Callable[[], T], replay: Callable[[T], AbstractContextManager[Any]]
 ) -> Registration:
     """Restore state of your own for every recomputation, as its forward found it.
@@ -68,7 +70,7 @@ def register_ambient(
     Example:
         >>> import contextlib
         >>> import torch
-        >>> from remat import register_ambient, remat
+        >>> from remat import register_state, remat
         >>> flags = {"scale": 2.0}
         >>> @contextlib.contextmanager
         ... def put_back(captured):
@@ -76,7 +78,7 @@ def register_ambient(
         ...     flags.update(captured)
         ...     yield
         ...     flags.update(now)
-        >>> with register_ambient(lambda: dict(flags), put_back):
+        >>> with register_state(lambda: dict(flags), put_back):
         ...     out, pull = torch.func.vjp(remat(lambda x: (x * flags["scale"]).sin()), torch.ones(()))
         >>> flags["scale"] = 3.0
         >>> pull(torch.ones(()))[0]
@@ -84,7 +86,7 @@ def register_ambient(
     """
     for what, value in (("capture", capture), ("replay", replay)):
         if not callable(value):
-            raise AmbientError(f"register_ambient({what}=...): expected a function, got {value!r}.")
+            raise AmbientError(f"register_state({what}=...): expected a function, got {value!r}.")
     made = Registration()
     registered[made] = capture, replay
     return made
@@ -109,7 +111,9 @@ def _generator(find: Callable[[], Any], read: str, write: str) -> AmbientPair:
 
 
 python_random = _generator(lambda: random, "getstate", "setstate")
-"""The generator of Python's `random`: `register_ambient(*python_random)`."""
+"""The generator of Python's `random`: `register_state(*python_random)`."""
 
 numpy_random = _generator(lambda: sys.modules.get("numpy.random"), "get_state", "set_state")
-"""NumPy's global generator: `register_ambient(*numpy_random)`."""
+"""NumPy's global generator: `register_state(*numpy_random)`."""
+
+__getattr__ = functools.partial(old, __name__)

@@ -20,7 +20,7 @@ from benchmarks.common.models import GPT, Llama, Model, MoE, Problem
 POLICIES = {
     "save_nothing": "nothing_saveable",
     "save_matmuls": "dots_saveable",
-    "save_unbatched_matmuls": "dots_with_no_batch_dims_saveable",
+    "save_weight_matmuls": "dots_with_no_batch_dims_saveable",
     "save_everything": "everything_saveable",
 }
 

@@ -16,7 +16,7 @@ SOLVERS = tuple(f"torch budget {solver} {share}" for solver in ("ilp", "greedy")
 OURS = (
     "save_nothing",
     "save_matmuls",
-    "save_unbatched_matmuls",
+    "save_weight_matmuls",
     "save_attention",
     "save_matmuls | save_attention",
 )
@@ -25,15 +25,15 @@ EVERY = (
     "save_everything",
     "offload_matmuls",
     "offload_names('up')",
-    "save_every(2, save_matmuls)",
+    "save_every_nth(2, save_matmuls)",
     "save_larger_than('1MiB')",
-    "save_cheaper_than(256)",
+    "save_costlier_than(256)",
     "save_all_but_names('gelu')",
     "save_names('up')",
     "~save_attention",
 )
 # What torchtitan's list keeps.
-ALTERNATE = "save_every(2, save_matmuls) | save_attention"
+ALTERNATE = "save_every_nth(2, save_matmuls) | save_attention"
 # What `torch_remat regions` keeps: attention with what its backward reads, not its result alone.
 NAMED = "save_names('qkv', 'q', 'k', 'v', 'up', 'gate') | save_attention"
 # Ours, and torch's row with the same verdicts.
@@ -50,7 +50,7 @@ PLANNED = tuple(f"budget {share}" for share in (0.1, 0.3, 0.5, 0.7, 0.9))
 FITS = ("fit 0.3", "fit 0.6")
 # At the peak of full recomputation.
 LEAN = "fit save_nothing"
-JAX = ("jax none", "jax save_nothing", "jax save_matmuls", "jax save_unbatched_matmuls")
+JAX = ("jax none", "jax save_nothing", "jax save_matmuls", "jax save_weight_matmuls")
 FUNCTIONAL = ("torch checkpoint", "torch_remat")
 # Named values kept, in host memory, and computed again.
 OFFLOAD = (KEPT_NAMES, OFFLOADED_NAMES, "save_nothing", "torch checkpoint")

@@ -12,5 +12,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost line that belongs to neither torch nor this library."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and not is_user_frame(frame):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        # `warnings` counts no frames of Python's import.
+        level += "importlib._bootstrap" not in frame.f_code.co_filename
     warnings.warn(text, category, level)

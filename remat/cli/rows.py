@@ -78,11 +78,15 @@ DEFAULT = (
     "torch_sac",
     "save_nothing",
     "save_matmuls",
-    "save_unbatched_matmuls",
+    "save_weight_matmuls",
     "save_attention",
     "save_matmuls | save_attention",
     "save_everything",
 )
+
+
+# Policies and their makers are those of `remat.policies` whose names begin so.
+_BEGINNINGS = ("save_", "offload")
 
 
 def rows(names: tuple[str, ...] = ()) -> list[Row]:
@@ -202,9 +206,10 @@ def evaluate(node: ast.expr) -> Any:
 
 def lookup(name: str) -> Any:
     """The policy, or maker of policies, of this name."""
-    known = [key for key in vars(remat.policies) if key.startswith(("save_", "offload_"))]
-    if name in known:
-        return getattr(remat.policies, name)
+    made = getattr(remat.policies, name, None) if name.startswith(_BEGINNINGS) else None
+    if made is not None:
+        return made
+    known = [key for key in vars(remat.policies) if key.startswith(_BEGINNINGS)]
     near = difflib.get_close_matches(name, [*known, "none", *RIVALS], n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UsageError(

@@ -34,7 +34,7 @@ from remat.policies import (
     save_matmuls,
     save_names,
     save_nothing,
-    save_unbatched_matmuls,
+    save_weight_matmuls,
 )
 from remat.transforms import RematError
 
@@ -162,9 +162,9 @@ def save_and_offload_only_these_names(
 
 @makes_policies
 def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Policy:
-    """`offload(save_unbatched_matmuls)`."""
+    """`offload(save_weight_matmuls)`."""
     _check_memories(offload_src, offload_dst)
-    return offload(save_unbatched_matmuls)
+    return offload(save_weight_matmuls)
 
 
 @makes_policies
@@ -202,8 +202,8 @@ checkpoint_policies = _JaxPolicies(
     nothing_saveable=save_nothing,
     dots_saveable=save_matmuls,
     checkpoint_dots=save_matmuls,
-    dots_with_no_batch_dims_saveable=save_unbatched_matmuls,
-    checkpoint_dots_with_no_batch_dims=save_unbatched_matmuls,
+    dots_with_no_batch_dims_saveable=save_weight_matmuls,
+    checkpoint_dots_with_no_batch_dims=save_weight_matmuls,
     offload_dot_with_no_batch_dims=offload_dot_with_no_batch_dims,
     save_only_these_names=save_only_these_names,
     save_any_names_but_these=save_any_names_but_these,

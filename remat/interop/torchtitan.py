@@ -34,7 +34,7 @@ class PolicyAC(ActivationCheckpointing):
 
     Example:
         >>> from remat.interop.torchtitan import PolicyAC  # doctest: +SKIP
-        >>> config = PolicyAC.Config(policy="save_unbatched_matmuls | save_attention")  # doctest: +SKIP
+        >>> config = PolicyAC.Config(policy="save_weight_matmuls | save_attention")  # doctest: +SKIP
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class PolicyAC(ActivationCheckpointing):
         if self.config.policy is None:
             kept = SelectiveAC(SelectiveAC.Config()).get_save_ops()
             products = policies.save_ops(*kept & _MATMULS)
-            return policies.save_every(2, products) | policies.save_ops(*kept - _MATMULS)
+            return policies.save_every_nth(2, products) | policies.save_ops(*kept - _MATMULS)
         first, *others = [_ready(name.strip()) for name in self.config.policy.split("|")]
         for other in others:
             first = first | other

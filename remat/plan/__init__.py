@@ -1,5 +1,8 @@
 """Budget plans: the region's joint graph, prices, exact solvers, and plans as values."""
 
+import functools
+
+from remat._deprecated import old
 from remat.plan.budget import check_peak as check_peak
 from remat.plan.calls import graph_of as graph_of
 from remat.plan.chain import Choice as Choice
@@ -32,7 +35,6 @@ from remat.plan.solve import complete as complete
 from remat.plan.step import WholeStep as WholeStep
 from remat.plan.step import ran_step_of as ran_step_of
 from remat.plan.step import step_of as step_of
-from remat.policies import register_cost as register_cost
 
 __all__ = [
     "BudgetPolicy",
@@ -48,5 +50,6 @@ __all__ = [
     "pareto",
     "plan_chain",
     "plan_model",
-    "register_cost",
 ]
+
+__getattr__ = functools.partial(old, __name__)

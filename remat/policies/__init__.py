@@ -1,5 +1,8 @@
 """Policies: values that decide, op by op, what a region keeps between forward and backward."""
 
+import functools
+
+from remat._deprecated import old
 from remat.policies._base import Combined as Combined
 from remat.policies._base import FromCallable as FromCallable
 from remat.policies._base import Numbered as Numbered
@@ -9,8 +12,6 @@ from remat.policies._base import PolicyLike as PolicyLike
 from remat.policies._base import as_policy as as_policy
 from remat.policies._base import check_verdict as check_verdict
 from remat.policies._catalogue import kind_of as kind_of
-from remat.policies._catalogue import register_cost as register_cost
-from remat.policies._catalogue import register_costly_op as register_costly_op
 from remat.policies._catalogue import register_op as register_op
 from remat.policies._makers import makes_policies as makes_policies
 from remat.policies._makers import place_of as place_of
@@ -27,14 +28,14 @@ from remat.policies._ready import save_names as save_names
 from remat.policies._ready import save_nothing as save_nothing
 from remat.policies._ready import save_ops as save_ops
 from remat.policies._selective import offload as offload
-from remat.policies._selective import save_cheaper_than as save_cheaper_than
-from remat.policies._selective import save_every as save_every
+from remat.policies._selective import save_costlier_than as save_costlier_than
+from remat.policies._selective import save_every_nth as save_every_nth
 from remat.policies._selective import save_larger_than as save_larger_than
 from remat.policies._selective import where as where
 from remat.policies._selector import PolicySelector as PolicySelector
 from remat.policies._selector import UnmatchedName as UnmatchedName
 from remat.policies._selector import bind as bind
-from remat.policies._unbatched import save_unbatched_matmuls as save_unbatched_matmuls
+from remat.policies._unbatched import save_weight_matmuls as save_weight_matmuls
 
 __all__ = [
     "Policy",
@@ -45,19 +46,20 @@ __all__ = [
     "offload",
     "offload_matmuls",
     "offload_names",
-    "register_costly_op",
     "register_op",
     "save_all_but_names",
     "save_attention",
-    "save_cheaper_than",
     "save_collectives",
-    "save_every",
+    "save_costlier_than",
+    "save_every_nth",
     "save_everything",
     "save_larger_than",
     "save_matmuls",
     "save_names",
     "save_nothing",
     "save_ops",
-    "save_unbatched_matmuls",
+    "save_weight_matmuls",
     "where",
 ]
+
+__getattr__ = functools.partial(old, __name__)

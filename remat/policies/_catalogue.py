@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from remat._core import forget_when_priced, set_price, warn_user
+from remat._core import forget_when_priced, set_price
 from remat.transforms import BoundedCache, RematError
 from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 from remat.transforms.region import forget_all
@@ -139,7 +139,7 @@ def register_op(op: Any, *, kind: Kind | None = None, flops: Callable[..., float
     Args:
         op: a `torch.ops` overload, a packet (all its overloads), a higher-order operator, a
             `torch.library.custom_op`, or a qualified name such as `"mylib::gemm"`, registered or not.
-        kind: `"matmul"` (`save_matmuls` and `save_unbatched_matmuls` save it), `"bmm"` or `"convolution"`
+        kind: `"matmul"` (`save_matmuls` and `save_weight_matmuls` save it), `"bmm"` or `"convolution"`
             (`save_matmuls` alone), `"attention"` (`save_attention`), `"collective"` (`save_collectives`).
         flops: called with the op's arguments, each tensor replaced by its shape (a tuple of ints); returns
             the FLOPs of one call. Plans that were made before are made again.
@@ -178,11 +178,9 @@ def register_op(op: Any, *, kind: Kind | None = None, flops: Callable[..., float
 
 def register_costly_op(op: Any, kind: Kind = "matmul") -> None:
     """Deprecated: `register_op(op, kind=...)`."""
-    warn_user("register_costly_op is deprecated: write remat.register_op(op, kind=...).", DeprecationWarning)
     register_op(op, kind=kind)
 
 
 def register_cost(op: Any, flops: Callable[..., float]) -> None:
     """Deprecated: `register_op(op, flops=...)`."""
-    warn_user("register_cost is deprecated: write remat.register_op(op, flops=...).", DeprecationWarning)
     register_op(op, flops=flops)

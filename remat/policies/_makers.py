@@ -19,7 +19,7 @@ from remat.policies._ready import (
     save_nothing,
     save_ops,
 )
-from remat.policies._selective import offload, save_cheaper_than, save_every, save_larger_than, where
+from remat.policies._selective import offload, save_costlier_than, save_every_nth, save_larger_than, where
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -153,7 +153,7 @@ JAX_NAMES = (
 # Functions that make policies, which users take for policies.
 _MAKERS: list[Callable[..., Any]] = [
     *(save_ops, save_names, save_all_but_names, offload_names),
-    *(where, offload, save_every, save_larger_than, save_cheaper_than),
+    *(where, offload, save_every_nth, save_larger_than, save_costlier_than),
 ]
 
 

@@ -95,13 +95,13 @@ class SaveEvery(Narrowed):
         return dataclasses.replace(self, policy=self.policy.fresh(), seen={})
 
     def __repr__(self) -> str:
-        return f"save_every({self.n}, {self.policy!r})"
+        return f"save_every_nth({self.n}, {self.policy!r})"
 
 
-def save_every(n: int, policy: Any) -> SaveEvery:
+def save_every_nth(n: int, policy: Any) -> SaveEvery:
     """Of the values that `policy` keeps, keep the first of every `n`, in the order they are made.
 
-    `save_every(2, save_matmuls)` is torchtitan's selective checkpointing: it recomputes every second matmul.
+    `save_every_nth(2, save_matmuls)` is torchtitan's selective checkpointing: every second matmul runs again.
 
     Args:
         n: 1 keeps all of them.
@@ -112,13 +112,13 @@ def save_every(n: int, policy: Any) -> SaveEvery:
 
     Example:
         >>> from remat import save_matmuls
-        >>> from remat.policies import save_every
-        >>> save_every(2, save_matmuls)
-        save_every(2, save_matmuls)
+        >>> from remat import save_every_nth
+        >>> save_every_nth(2, save_matmuls)
+        save_every_nth(2, save_matmuls)
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise PolicyError(
-            f"save_every(n, policy): n must be a positive integer, got {n!r}; 2 keeps every second value."
+            f"save_every_nth(n, policy): n must be a positive integer, got {n!r}; 2 keeps every second value."
         )
     return SaveEvery(n, as_policy(policy))
 
@@ -174,14 +174,14 @@ class SaveCheaper(Numbered):
         return Decision.SAVE if info.flops > self.flops_per_byte * info.bytes else Decision.RECOMPUTE
 
     def __repr__(self) -> str:
-        return f"save_cheaper_than({self.flops_per_byte:g})"
+        return f"save_costlier_than({self.flops_per_byte:g})"
 
 
-def save_cheaper_than(flops_per_byte: float) -> SaveCheaper:
+def save_costlier_than(flops_per_byte: float) -> SaveCheaper:
     """Save a result where keeping it is cheaper than computing it again, if a byte is worth so many FLOPs.
 
     A matmul with contraction length `k` and float32 results costs `2 * k / 4` FLOPs for a byte of its result.
-    So `save_cheaper_than(256)` saves those with `k > 512`. FLOPs are torch's formulas (`OpInfo.flops`); ops
+    So `save_costlier_than(256)` saves those with `k > 512`. FLOPs are torch's formulas (`OpInfo.flops`); ops
     that have none are recomputed. The ratio is the same for one example and for a batch under `vmap`.
 
     Args:
@@ -191,9 +191,9 @@ def save_cheaper_than(flops_per_byte: float) -> SaveCheaper:
         RematError: it is not a number, or negative (also a TypeError).
 
     Example:
-        >>> from remat.policies import save_cheaper_than
-        >>> save_cheaper_than(256)
-        save_cheaper_than(256)
+        >>> from remat import save_costlier_than
+        >>> save_costlier_than(256)
+        save_costlier_than(256)
     """
     if (
         not isinstance(flops_per_byte, (int, float))
@@ -201,7 +201,7 @@ def save_cheaper_than(flops_per_byte: float) -> SaveCheaper:
         or not flops_per_byte >= 0
     ):
         raise PolicyError(
-            f"save_cheaper_than(flops_per_byte): got {flops_per_byte!r}; write a number such as 256."
+            f"save_costlier_than(flops_per_byte): got {flops_per_byte!r}; write a number such as 256."
         )
     return SaveCheaper(float(flops_per_byte))
 
@@ -230,9 +230,9 @@ def offload(policy: Any) -> Offload:
         policy: anything that `remat(policy=...)` accepts.
 
     Example:
-        >>> from remat import save_attention, save_unbatched_matmuls
+        >>> from remat import save_attention, save_weight_matmuls
         >>> from remat.policies import offload
-        >>> save_attention | offload(save_unbatched_matmuls)
-        save_attention | offload(save_unbatched_matmuls)
+        >>> save_attention | offload(save_weight_matmuls)
+        save_attention | offload(save_weight_matmuls)
     """
     return Offload(as_policy(policy))

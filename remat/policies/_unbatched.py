@@ -110,13 +110,13 @@ _RULES: dict[str, Callable[[Call], bool]] = {
     "einsum": _einsum_has_batch,
 }
 
-save_unbatched_matmuls = SaveUnbatched("save_unbatched_matmuls")
+save_weight_matmuls = SaveUnbatched("save_weight_matmuls")
 """Keep matrix products whose operands share no batch dimension (JAX's `dots_with_no_batch_dims`).
 
 Example:
     >>> import torch
-    >>> from remat import remat, save_unbatched_matmuls, saved_residuals
-    >>> fn = remat(lambda w, x: ((x @ w) @ (x @ w).mT).sin(), policy=save_unbatched_matmuls)
+    >>> from remat import remat, save_weight_matmuls, saved_residuals
+    >>> fn = remat(lambda w, x: ((x @ w) @ (x @ w).mT).sin(), policy=save_weight_matmuls)
     >>> [r.shape for r in saved_residuals(fn, torch.ones(4, 5), torch.ones(2, 3, 4)) if r.why == "policy"]
     [(6, 5), (6, 5)]
 """

@@ -16,7 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.func import functional_call, grad, vmap
 
 from remat import checkpoint_name, checkpoint_policy, remat, save_all_but_names, save_matmuls, save_names
-from remat.policies import Policy, save_everything, save_nothing, save_ops, save_unbatched_matmuls
+from remat.policies import Policy, save_everything, save_nothing, save_ops, save_weight_matmuls
 from remat.transforms import value_and_grad
 from tests.compiled import Graphs, compiled, dots, ops
 from tests.helpers import OpCounter, rand, same
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 POLICIES = {
     "nothing": save_nothing,
     "matmuls": save_matmuls,
-    "unbatched": save_unbatched_matmuls,
+    "unbatched": save_weight_matmuls,
     "names": save_names("h"),
     "others": save_all_but_names("h"),
     "ops": save_ops(aten.sigmoid),

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 
-from remat import checkpoint_policy, remat
+from remat import checkpoint_policy, remat, save_costlier_than
 from remat.nn import apply as remat_apply
-from remat.policies import save_cheaper_than
 from tests.compile.inside import BudgetPolicy, describe
 from tests.compiled import compiled
 from tests.helpers import rand
@@ -103,8 +102,8 @@ def test_a_compiled_region_is_planned_as_in_eager(call, plans):
 
 POLICIES = {
     "budget": lambda x: checkpoint_policy(budget=x),
-    "cost": save_cheaper_than,
-    "both": lambda x: checkpoint_policy(budget=x) | save_cheaper_than(x),
+    "cost": save_costlier_than,
+    "both": lambda x: checkpoint_policy(budget=x) | save_costlier_than(x),
 }
 
 

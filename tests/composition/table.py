@@ -22,7 +22,7 @@ from remat.policies import (
     save_names,
     save_nothing,
     save_ops,
-    save_unbatched_matmuls,
+    save_weight_matmuls,
 )
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ POLICIES = {
     "nothing": save_nothing,
     "everything": save_everything,
     "matmuls": save_matmuls,
-    "unbatched": save_unbatched_matmuls,
+    "unbatched": save_weight_matmuls,
     "attention": save_attention,
     "ops": save_ops(aten.sin, aten.tanh, aten.exp, aten.native_dropout),
     "rule": checkpoint_policy(every_second),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from remat import checkpoint_name, policies, remat, save_matmuls, save_nothing, save_ops
-from remat import save_unbatched_matmuls as save_unbatched
+from remat import save_weight_matmuls as save_unbatched
 from remat.interop import from_torch_policy
 from remat.interop.jax import checkpoint, checkpoint_policies
 from remat.policies import (
@@ -20,9 +20,9 @@ from remat.policies import (
     offload_names,
     save_all_but_names,
     save_attention,
-    save_cheaper_than,
     save_collectives,
-    save_every,
+    save_costlier_than,
+    save_every_nth,
     save_everything,
     save_larger_than,
     save_names,
@@ -201,10 +201,10 @@ VERDICTS = {
     "everything": save_everything,
     "attention": save_attention,
     "collectives": save_collectives,  # of which these functions have none
-    "every second": save_every(2, save_matmuls),
+    "every second": save_every_nth(2, save_matmuls),
     "where": where(lambda info: info.index < 6, save_matmuls),
     "larger": save_larger_than(12 * 8),
-    "cheaper": save_cheaper_than(0.99),
+    "cheaper": save_costlier_than(0.99),
     "offloaded matmuls": offload_matmuls,
     "offloaded names": offload_names("q"),
     "offloaded": offload(save_unbatched),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat import checkpoint_name, is_recomputing, register_ambient, remat, save_names, save_nothing
+from remat import checkpoint_name, is_recomputing, register_state, remat, save_names, save_nothing
 from tests.compiled import Graphs, compiled
 from tests.conformance.counting import COMPILES
 from tests.conformance.rows import row
@@ -112,7 +112,7 @@ def test_saved_tensors_hooks_retain_parameter_ness():
 # -- state: recompute_state_hook_test ------------------------------------------------------------------
 
 
-@row("adapted", "`register_ambient`")
+@row("adapted", "`register_state`")
 @row(
     "adapted",
     "the same",
@@ -137,7 +137,7 @@ def test_entry_and_save_op_state_restored_on_recompute(registered):
         return (x + unseen(x)).exp()
 
     x = leaf(0.1, 0.2)
-    with register_ambient(lambda: counter[0], put_back) if registered else contextlib.nullcontext():
+    with register_state(lambda: counter[0], put_back) if registered else contextlib.nullcontext():
         out = remat(lambda x: probe(probe(x)))(x)
         counter[0] += 100
         out.sum().backward()

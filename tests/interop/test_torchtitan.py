@@ -82,7 +82,7 @@ def test_by_default_it_keeps_what_torchtitan_keeps(titan):
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         kept = {}
-        for policy in (None, "save_matmuls | save_collectives", "save_unbatched_matmuls"):
+        for policy in (None, "save_matmuls | save_collectives", "save_weight_matmuls"):
             model = nn.Module()
             model.layers = nn.ModuleList([Sends()])
             titan.PolicyAC(titan.PolicyAC.Config(policy=policy)).apply(model)
@@ -94,7 +94,7 @@ def test_by_default_it_keeps_what_torchtitan_keeps(titan):
     product, scatter, exchange = aten.mm, c10d.reduce_scatter_tensor, c10d.all_to_all_single
     assert kept[None] == [product, scatter, product, exchange]
     assert kept["save_matmuls | save_collectives"] == [product, product, scatter, product, exchange]
-    assert kept["save_unbatched_matmuls"] == [product] * 3
+    assert kept["save_weight_matmuls"] == [product] * 3
 
 
 def test_the_default_recomputes_all_reduces_and_all_gathers(titan):

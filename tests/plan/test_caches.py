@@ -10,7 +10,7 @@ import torch
 
 from remat import checkpoint_policy, remat, save_names
 from remat.plan import BudgetPolicy
-from remat.policies import save_every, save_matmuls, where
+from remat.policies import save_every_nth, save_matmuls, where
 from tests.helpers import crossed, same
 from tests.plan.inside import BoundedCache, Graph, cache, call_key, record, registered
 
@@ -97,7 +97,7 @@ def test_layers_that_are_numbered_are_planned_once(traced):
     """As those of transformers, whose attention knows the number of its layer."""
     layers = [model() for _ in range(14)]
     for number, layer in enumerate(layers):
-        layer.number = number
+        layer.number = number  # pyright: ignore[reportArgumentType]
     step(torch.nn.Sequential(*[remat(layer, policy=checkpoint_policy(budget=0.5)) for layer in layers]))
     # One more kind, of the first one's input; and numbers are trusted from the eighth layer on.
     assert len(traced) == 9
@@ -322,7 +322,12 @@ def test_who_is_asked_again():
     assert asked.asks_again and repr(asked) == "checkpoint_policy(rule, stateful=True)"
     assert asked.key != checkpoint_policy(rule).key
     assert (asked | save_matmuls).asks_again and (~asked).asks_again and where(rule, asked).asks_again
-    for policy in (checkpoint_policy(rule), save_names("a"), save_every(2, save_matmuls), BudgetPolicy(0.5)):
+    for policy in (
+        checkpoint_policy(rule),
+        save_names("a"),
+        save_every_nth(2, save_matmuls),
+        BudgetPolicy(0.5),
+    ):
         assert not policy.asks_again and not (policy | save_matmuls).asks_again
     with pytest.raises(TypeError, match="only a function can change its mind"):
         checkpoint_policy(save_matmuls, stateful=True)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat import checkpoint_policy, remat, save_nothing, saved_residuals
-from remat.policies import save_every
+from remat import checkpoint_policy, remat, save_every_nth, save_nothing, saved_residuals
 from tests.plan.inside import trusted
 
 
@@ -99,7 +98,7 @@ def test_a_budget_costs_few_calls_more_than_a_ready_policy(wrapped: str) -> None
     budget: Any = checkpoint_policy(budget=0.0, cost="flops")
     found = []
     for policy in (save_nothing, budget):
-        policy = policy | save_every(2, save_nothing) if wrapped == "either" else policy
+        policy = policy | save_every_nth(2, save_nothing) if wrapped == "either" else policy
         static: Any = {"static_argnums": 1} if wrapped == "static" else {}
         fn = {"module": layer, "static": lambda x, _: layer(x)}.get(wrapped, lambda x: layer(x))
         region = remat(fn, policy=policy, **static)

@@ -9,29 +9,26 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import remat as library
 from remat import RematError, checkpoint_name, checkpoint_policy, remat, saved_residuals, scan_remat
 from remat.nn import apply_to
-from remat.plan import register_cost
 from remat.policies import (
     Policy,
     check_verdict,
     offload,
     offload_matmuls,
     offload_names,
-    register_costly_op,
     register_op,
     save_all_but_names,
     save_attention,
-    save_cheaper_than,
-    save_every,
+    save_costlier_than,
+    save_every_nth,
     save_everything,
     save_larger_than,
     save_matmuls,
     save_names,
     save_nothing,
     save_ops,
-    save_unbatched_matmuls,
+    save_weight_matmuls,
     where,
 )
 from tests.helpers import crossed, forget
@@ -58,7 +55,7 @@ READY = {
     "save_nothing": save_nothing,
     "save_everything": save_everything,
     "save_matmuls": save_matmuls,
-    "save_unbatched_matmuls": save_unbatched_matmuls,
+    "save_weight_matmuls": save_weight_matmuls,
     "save_attention": save_attention,
     "offload_matmuls": offload_matmuls,
     "save_ops(aten.mm.default)": save_ops(aten.mm.default),
@@ -71,11 +68,11 @@ READY = {
     "checkpoint_policy(rule)": checkpoint_policy(rule),
     "where(rule)": where(rule),
     "where(rule, save_matmuls)": where(rule, save_matmuls),
-    "save_every(2, save_matmuls)": save_every(2, save_matmuls),
-    "save_every(3, save_matmuls | save_names('q'))": save_every(3, save_matmuls | save_names("q")),
+    "save_every_nth(2, save_matmuls)": save_every_nth(2, save_matmuls),
+    "save_every_nth(3, save_matmuls | save_names('q'))": save_every_nth(3, save_matmuls | save_names("q")),
     "save_larger_than(4096)": save_larger_than("4KiB"),
-    "save_cheaper_than(0.5)": save_cheaper_than(0.5),
-    "offload(save_unbatched_matmuls)": offload(save_unbatched_matmuls),
+    "save_costlier_than(0.5)": save_costlier_than(0.5),
+    "offload(save_weight_matmuls)": offload(save_weight_matmuls),
     "save_attention | offload(save_names('q'))": save_attention | offload(save_names("q")),
     "save_matmuls | save_names('q')": save_matmuls | save_names("q"),
     "save_matmuls | save_attention | save_names('q')": save_matmuls | save_attention | save_names("q"),
@@ -168,7 +165,7 @@ def test_classes_of_ops():
         assert save_attention(info(op)) is RECOMPUTE
     assert save_matmuls(info(flash)) is RECOMPUTE and save_attention(info(flash)) is SAVE
     assert save_attention(info(torch.ops.higher_order.flex_attention)) is SAVE
-    for policy in (save_matmuls, save_attention, offload_matmuls, save_unbatched_matmuls):
+    for policy in (save_matmuls, save_attention, offload_matmuls, save_weight_matmuls):
         assert policy(info(aten.sin.default)) is RECOMPUTE
 
 
@@ -240,12 +237,12 @@ def test_makers_refuse_what_they_cannot_use():
     [
         (lambda: where(save_matmuls), "combined with `&`"),  # type: ignore[arg-type]
         (lambda: where(3), "from OpInfo to bool"),  # type: ignore[arg-type]
-        (lambda: save_every(0, save_matmuls), "positive integer, got 0"),
-        (lambda: save_every(True, save_matmuls), "positive integer"),
-        (lambda: save_every(2, torch.mm), "policy got"),
+        (lambda: save_every_nth(0, save_matmuls), "positive integer, got 0"),
+        (lambda: save_every_nth(True, save_matmuls), "positive integer"),
+        (lambda: save_every_nth(2, torch.mm), "policy got"),
         (lambda: save_larger_than("big"), "'512KiB'"),
         (lambda: save_larger_than(-1), "got -1"),
-        (lambda: save_cheaper_than("3"), "write a number"),  # type: ignore[arg-type]
+        (lambda: save_costlier_than("3"), "write a number"),  # type: ignore[arg-type]
         (lambda: where(lambda _: 1)(info()), "answered 1 of type int"),  # type: ignore[arg-type]
     ],
 )
@@ -280,17 +277,17 @@ MM, SIN, BMM, COS = aten.mm.default, aten.sin.default, aten.bmm.default, aten.co
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        (save_every(1, save_matmuls), "SSRSRS"),
-        (save_every(2, save_matmuls), "SRRSRR"),
-        (save_every(3, save_matmuls), "SRRRRS"),
-        (save_every(2, offload_matmuls), "ORRORR"),
-        (save_every(2, save_every(2, save_matmuls)), "SRRRRR"),
-        (save_every(2, save_matmuls) | save_ops(SIN), "SRSSRR"),
+        (save_every_nth(1, save_matmuls), "SSRSRS"),
+        (save_every_nth(2, save_matmuls), "SRRSRR"),
+        (save_every_nth(3, save_matmuls), "SRRRRS"),
+        (save_every_nth(2, offload_matmuls), "ORRORR"),
+        (save_every_nth(2, save_every_nth(2, save_matmuls)), "SRRRRR"),
+        (save_every_nth(2, save_matmuls) | save_ops(SIN), "SRSSRR"),
         # Combining it does not change which values it counts.
-        (save_every(2, save_everything) & save_ops(MM, BMM), "SRRRRR"),
-        (save_every(2, save_everything) | save_ops(MM), "SSSRSS"),
-        (~save_every(2, save_matmuls), "RSSRSS"),
-        (where(lambda info: info.index > 0, save_every(2, save_matmuls)), "RSRRRS"),
+        (save_every_nth(2, save_everything) & save_ops(MM, BMM), "SRRRRR"),
+        (save_every_nth(2, save_everything) | save_ops(MM), "SSSRSS"),
+        (~save_every_nth(2, save_matmuls), "RSSRSS"),
+        (where(lambda info: info.index > 0, save_every_nth(2, save_matmuls)), "RSRRRS"),
     ],
 )
 def test_save_every_counts_what_the_policy_keeps(policy, expected):
@@ -301,7 +298,7 @@ def test_save_every_counts_what_the_policy_keeps(policy, expected):
 
 
 def test_a_value_named_after_it_was_made_counts_once():
-    policy = save_every(2, save_everything).fresh()
+    policy = save_every_nth(2, save_everything).fresh()
     answers = [policy(info(index=i)) for i in (0, 0, 1, 1, 2, 2)]
     assert answers == [SAVE, SAVE, RECOMPUTE, RECOMPUTE, SAVE, SAVE]
 
@@ -314,9 +311,9 @@ def test_by_size_and_by_cost():
     assert save_larger_than(63)(of_size(4, 4)) is SAVE and save_larger_than(64)(of_size(4, 4)) is RECOMPUTE
     # 2 * 100 FLOPs for every float32: 50 for a byte.
     assert (
-        save_cheaper_than(49.9)(of_size(4, 4)) is SAVE and save_cheaper_than(50)(of_size(4, 4)) is RECOMPUTE
+        save_costlier_than(49.9)(of_size(4, 4)) is SAVE and save_costlier_than(50)(of_size(4, 4)) is RECOMPUTE
     )
-    assert save_cheaper_than(0)(OpInfo(SIN, (meta(3),), {}, (meta(3),))) is RECOMPUTE
+    assert save_costlier_than(0)(OpInfo(SIN, (meta(3),), {}, (meta(3),))) is RECOMPUTE
 
 
 def test_offload_keeps_elsewhere_what_the_policy_saves():
@@ -335,7 +332,7 @@ def test_bind_reaches_the_parts():
     assert policy.bind(len, (), {}) is policy
 
 
-# -- save_unbatched_matmuls ---------------------------------------------------------------------------
+# -- save_weight_matmuls ---------------------------------------------------------------------------
 
 x2, x3, w2, w3, v = meta(5, 4), meta(2, 5, 4), meta(4, 6), meta(2, 4, 6), meta(4)
 
@@ -382,23 +379,23 @@ x2, x3, w2, w3, v = meta(5, 4), meta(2, 5, 4), meta(4, 6), meta(2, 4, 6), meta(4
 @pytest.mark.parametrize("op", [aten.mm.default, aten.bmm.default])
 def test_unbatched_is_judged_by_the_call(op, function, args, saved):
     """Whatever vmap made of it below: both a product of matrices and one of batches."""
-    verdict = save_unbatched_matmuls(info(op, call=Call(function, args, {})))
+    verdict = save_weight_matmuls(info(op, call=Call(function, args, {})))
     assert verdict is (SAVE if saved else RECOMPUTE)
 
 
 def test_unbatched_without_a_call_judges_the_op():
     for op in (aten.mm, aten.addmm, aten.mv, aten.linear, aten.dot):
-        assert save_unbatched_matmuls(info(op.default)) is SAVE
+        assert save_weight_matmuls(info(op.default)) is SAVE
     for op in (aten.bmm, aten.baddbmm, aten.convolution):
-        assert save_unbatched_matmuls(info(op.default)) is RECOMPUTE
-    assert save_unbatched_matmuls.needs_calls and not save_matmuls.needs_calls
-    assert (save_matmuls | save_unbatched_matmuls).needs_calls and (~save_unbatched_matmuls).needs_calls
+        assert save_weight_matmuls(info(op.default)) is RECOMPUTE
+    assert save_weight_matmuls.needs_calls and not save_matmuls.needs_calls
+    assert (save_matmuls | save_weight_matmuls).needs_calls and (~save_weight_matmuls).needs_calls
 
 
 def test_unbatched_leaves_other_ops_of_a_call_alone():
     call = Call(linear, (x3, meta(6, 4)), {})
-    assert save_unbatched_matmuls(info(aten.add.Tensor, call=call)) is RECOMPUTE
-    assert save_unbatched_matmuls(info(aten.convolution.default, call=call)) is RECOMPUTE
+    assert save_weight_matmuls(info(aten.add.Tensor, call=call)) is RECOMPUTE
+    assert save_weight_matmuls(info(aten.convolution.default, call=call)) is RECOMPUTE
 
 
 # -- the catalogue ------------------------------------------------------------------------------------
@@ -444,7 +441,7 @@ def test_registered_ops_join_their_class():
         register_op(gemm, kind="attention")
         assert save_attention(info(op)) is SAVE and save_matmuls(info(op)) is RECOMPUTE
         register_op("remat_tests::gemm", kind="matmul")
-        assert save_matmuls(info(op)) is SAVE and save_unbatched_matmuls(info(op)) is SAVE
+        assert save_matmuls(info(op)) is SAVE and save_weight_matmuls(info(op)) is SAVE
         assert save_ops(gemm) == save_ops(op)
     finally:
         catalogue._COSTLY.pop("remat_tests::gemm", None)
@@ -558,12 +555,8 @@ def test_no_error_of_a_policy_is_lost_under_an_operator(fn, policy):
         assert not isinstance(caught.value, TypeError)
 
 
-def test_older_names_of_registering_say_what_to_write():
+def test_an_op_is_registered_with_what_it_is_or_costs():
     name = "remat_tests::priced_twice"
-    with pytest.warns(DeprecationWarning, match=r"register_op\(op, kind="):
-        register_costly_op(name, kind="attention")
-    with pytest.warns(DeprecationWarning, match=r"register_op\(op, flops="):
-        register_cost(name, lambda x: 7 * x[0])
     mistakes: list[tuple[dict[str, Any], str]] = [
         ({}, "what it is"),
         ({"flops": 5}, "a function of the op's"),
@@ -571,5 +564,3 @@ def test_older_names_of_registering_say_what_to_write():
     for mistake, told in mistakes:
         with pytest.raises(RematError, match=told):
             register_op(name, **mistake)
-    with pytest.raises(AttributeError, match=r"write remat\.register_op"):
-        library.register_cost  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]

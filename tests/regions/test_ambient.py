@@ -11,7 +11,7 @@ import torch
 from torch.func import grad, vjp, vmap
 from torch.overrides import TorchFunctionMode
 
-from remat import RematError, register_ambient, remat, save_matmuls
+from remat import RematError, register_state, remat, save_matmuls
 from tests.helpers import rand, unseen
 from tests.regions.inside import numpy_random, python_random
 
@@ -64,7 +64,7 @@ class Recipe:
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_a_recipe_is_found_again_and_updated_once(run, policy):
     x, plain, recipe = rand(3, 4), Recipe(), Recipe()
-    with register_ambient(recipe.capture, recipe.replay):
+    with register_state(recipe.capture, recipe.replay):
         region = remat(recipe.layer, policy=policy)
         for _ in range(3):
             want, got = run(plain.layer, x), run(region, x)
@@ -97,7 +97,7 @@ def test_a_change_between_forward_and_backward(run):
 
     want = run(layer, x)
     recipe.history.clear()
-    with register_ambient(recipe.capture, recipe.replay):
+    with register_state(recipe.capture, recipe.replay):
         got = run(lambda x: Later.apply(remat(layer)(x)), x)
     assert torch.allclose(got, want) and recipe.scale == 5.0 and len(recipe.history) == 1
 
@@ -124,7 +124,7 @@ def test_a_torch_function_mode_is_entered_again():
 
     want = run(lambda x: x.sin().exp())
     assert not torch.allclose(want, by_func(lambda x: x.sin().exp(), x))
-    with register_ambient(lambda: Doubled() if entered else None, around):
+    with register_state(lambda: Doubled() if entered else None, around):
         assert torch.allclose(run(remat(lambda x: x.sin().exp())), want)
 
 
@@ -140,7 +140,7 @@ def test_random_state_of_python_and_numpy(which, run):
         return (x * (1.0 + draw())).sin().exp()
 
     x, after = rand(3, 4), []
-    with register_ambient(*pair):
+    with register_state(*pair):
         found = []
         for fn in (layer, remat(layer)):
             seed(0)
@@ -151,7 +151,7 @@ def test_random_state_of_python_and_numpy(which, run):
 
 def test_what_was_removed_is_not_captured():
     calls = []
-    registration = register_ambient(lambda: calls.append(1), lambda _: contextlib.nullcontext())
+    registration = register_state(lambda: calls.append(1), lambda _: contextlib.nullcontext())
     by_func(remat(torch.sin), rand(3))
     registration.remove()
     registration.remove()
@@ -161,6 +161,6 @@ def test_what_was_removed_is_not_captured():
 
 def test_a_pair_that_is_none():
     with pytest.raises(RematError, match="capture"):
-        register_ambient(3, contextlib.nullcontext)  # pyright: ignore
+        register_state(3, contextlib.nullcontext)  # pyright: ignore
     with pytest.raises(RematError, match="replay"):
-        register_ambient(list, None)  # pyright: ignore
+        register_state(list, None)  # pyright: ignore

@@ -11,7 +11,7 @@ from remat.policies import (
     save_names,
     save_nothing,
     save_ops,
-    save_unbatched_matmuls,
+    save_weight_matmuls,
 )
 from tests.helpers import (
     LiveBytes,
@@ -72,9 +72,9 @@ def batched_einsum(a, b):
     [
         (save_matmuls, matmul, (2, 2), 2, 6),
         (save_matmuls, batched_einsum, (3, 2, 2), 2, 6),
-        (save_unbatched_matmuls, matmul, (2, 2), 2, 6),
-        (save_unbatched_matmuls, einsum, (2, 2), 2, 6),
-        (save_unbatched_matmuls, batched_einsum, (3, 2, 2), 2, 9),
+        (save_weight_matmuls, matmul, (2, 2), 2, 6),
+        (save_weight_matmuls, einsum, (2, 2), 2, 6),
+        (save_weight_matmuls, batched_einsum, (3, 2, 2), 2, 9),
         (save_nothing, matmul, (2, 2), 2, 9),
         (save_everything, matmul, (2, 2), 0, 6),
         (save_ops(aten.sin), matmul, (2, 2), 0, 9),
@@ -218,7 +218,7 @@ def attention(x, wq, wk):
 
 
 @pytest.mark.parametrize(
-    ("policy", "again"), [(save_unbatched_matmuls, 2), (save_matmuls, 0), (save_nothing, 5)]
+    ("policy", "again"), [(save_weight_matmuls, 2), (save_matmuls, 0), (save_nothing, 5)]
 )
 @pytest.mark.parametrize("batched_weights", [False, True])
 def test_verdicts_do_not_change_under_vmap(policy, again, batched_weights):
@@ -282,7 +282,7 @@ HIDDEN = 8 * 5 * 5  # bytes of one 5 by 5 tensor of float64
         (save_nothing, 0),
         # The last product is only added to: the backward does not read it.
         (save_matmuls, 2),
-        (save_unbatched_matmuls, 2),
+        (save_weight_matmuls, 2),
         (save_ops(aten.sin, aten.tanh), 2),
         (save_ops(aten.add), 0),
     ],

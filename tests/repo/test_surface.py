@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import inspect
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -59,3 +62,60 @@ def test_a_star_takes_no_name_of_torch() -> None:
     assert {name for name in before if names[name] is not before[name]} == set()
     assert names["apply"] is library.apply
     assert issubclass(names["RematError"], RematError)
+
+
+# Each name of the version before, what uses it, and what the warning says to write.
+OLD = {
+    "remat.save_unbatched_matmuls": ("found is remat.save_weight_matmuls", "remat.save_weight_matmuls"),
+    "remat.policies.save_unbatched_matmuls": (
+        "found is remat.save_weight_matmuls",
+        "remat.save_weight_matmuls",
+    ),
+    "remat.policies.save_every": (
+        "repr(found(2, remat.save_matmuls))[:17] == 'save_every_nth(2,'",
+        "remat.save_every_nth",
+    ),
+    "remat.policies.save_cheaper_than": ("found is remat.save_costlier_than", "remat.save_costlier_than"),
+    "remat.policies.register_costly_op": ("found('x::y', 'bmm') is None", "remat.register_op(op, kind=...)"),
+    "remat.plan.register_cost": ("found('x::y', lambda *a: 1) is None", "remat.register_op(op, flops=...)"),
+    "remat.register_ambient": ("found is remat.register_state", "remat.register_state"),
+    "remat.ambient.register_ambient": ("found is remat.register_state", "remat.register_state"),
+}
+# Names warn once in a process: this one has nothing else in it.
+WORKS = """
+import json, sys, warnings
+import remat
+for path, works in json.loads(sys.argv[1]).items():
+    module, _, name = path.rpartition(".")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        exec(compile(f"from {module} import {name} as found", __file__, "exec"), globals())
+        found = getattr(sys.modules[module], name)
+        right = bool(eval(works))
+    told = [(str(w.message), w.category.__name__, w.filename == __file__) for w in seen]
+    print(json.dumps([path, right, told]))
+"""
+
+
+@pytest.fixture(scope="module")
+def worked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, list[Any]]]:
+    script = tmp_path_factory.mktemp("old") / "script.py"
+    script.write_text(WORKS)
+    old = json.dumps({path: works for path, (works, _) in OLD.items()})
+    done = subprocess.run([sys.executable, str(script), old], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = map(json.loads, done.stdout.splitlines())
+    return {path: (right, warnings) for path, right, warnings in lines}
+
+
+@pytest.mark.parametrize("path", OLD)
+def test_an_old_name_works_and_warns_once(path: str, worked: dict[str, tuple[bool, list[Any]]]) -> None:
+    right, warnings = worked[path]
+    assert right
+    assert warnings == [[f"{path} is deprecated: write {OLD[path][1]}.", "DeprecationWarning", True]]
+
+
+def test_old_names_are_in_no_list() -> None:
+    for path in OLD:
+        module, _, name = path.rpartition(".")
+        assert name not in getattr(sys.modules[module], "__all__", ())

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from remat import explain
-from remat.policies import save_attention, save_every, save_matmuls, save_names
+from remat.policies import save_attention, save_every_nth, save_matmuls, save_names
 from tests.helpers import TORCH, crossed
 from tests.tools.inside import (
     COMMANDS,
@@ -225,7 +225,7 @@ def test_rows_are_policies_as_one_writes_them() -> None:
     assert parse("save_matmuls | save_attention") == save_matmuls | save_attention
     assert parse("~(save_matmuls & save_attention)") == ~(save_matmuls & save_attention)
     assert parse("save_names('q', 'k')") == save_names("q", "k")
-    assert parse("save_every(2, save_matmuls)") == save_every(2, save_matmuls)
+    assert parse("save_every_nth(2, save_matmuls)") == save_every_nth(2, save_matmuls)
     assert parse("save_larger_than('1KiB')") == parse("save_larger_than(1024)")
     assert [row.name for row in rows(("save_matmuls", "none", "save_matmuls"))] == ["none", "save_matmuls"]
     with pytest.raises(UsageError, match="is no policy"):

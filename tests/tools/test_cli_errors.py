@@ -71,7 +71,10 @@ def factory():
         (["explain", f"{ME}:block", *TWO, "--policy", "budget=much"], "'much' is not a budget"),
         (["explain", f"{ME}:block", *TWO, "--policy", f"{ME}:rul"], "nearest: 'rule'"),
         (["explain", f"{ME}:block", *TWO, "--policy", f"{ME}:ME"], "is no policy and no rule"),
-        (["explain", f"{ME}:block", *TWO, "--policy", "save_every('a', 'b', 'c')"], "is no policy; write"),
+        (
+            ["explain", f"{ME}:block", *TWO, "--policy", "save_every_nth('a', 'b', 'c')"],
+            "is no policy; write",
+        ),
         (["schedule", "--length", "0"], "a scan has at least one step"),
     ],
 )

@@ -27,7 +27,7 @@ from remat import (
     save_matmuls,
     save_names,
     save_ops,
-    save_unbatched_matmuls,
+    save_weight_matmuls,
     scan_remat,
     while_remat,
 )
@@ -69,8 +69,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a or b": (lambda: save_matmuls or save_attention, "neither true nor false", r"a \| b"),
     "not a": (lambda: not save_matmuls, "neither true nor false", "~a"),
     "save_matmuls()": (lambda: save_matmuls(), "is a policy already", "policy=save_matmuls, without"),
-    "save_unbatched_matmuls()": (
-        lambda: save_unbatched_matmuls(), "is a policy already", "policy=save_unbatched_matmuls"
+    "save_weight_matmuls()": (
+        lambda: save_weight_matmuls(), "is a policy already", "policy=save_weight_matmuls"
     ),
     "a factory": (lambda: under(save_names), "the function save_names", r"policy=save_names\(...\)"),
     "a factory behind |": (lambda: save_matmuls | save_names, "makes policies", r"save_names\(...\)"),

@@ -5,8 +5,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from remat import RematError, scan_remat
-from remat.policies import save_larger_than
+from remat import RematError, save_larger_than, scan_remat
 from tests.tools.inside import check_budget, check_peak, format_bytes, parse_bytes
 
 

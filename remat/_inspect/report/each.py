@@ -17,14 +17,14 @@ from remat.policies import (
     save_everything,
     save_matmuls,
     save_nothing,
-    save_unbatched_matmuls,
+    save_weight_matmuls,
 )
 from remat.transforms import RematError
 
 BUILT_IN: tuple[Policy, ...] = (
     save_nothing,
     save_matmuls,
-    save_unbatched_matmuls,
+    save_weight_matmuls,
     save_attention,
     save_matmuls | save_attention,
     save_everything,

@@ -10,11 +10,11 @@ from remat.policies import (
     Policy,
     check_verdict,
     save_attention,
-    save_every,
+    save_every_nth,
     save_everything,
     save_matmuls,
     save_nothing,
-    save_unbatched_matmuls,
+    save_weight_matmuls,
 )
 from remat.transforms import map_only
 
@@ -22,9 +22,9 @@ READY: dict[str, Policy] = {
     "save_nothing": save_nothing,
     "save_attention": save_attention,
     "save_matmuls": save_matmuls,
-    "save_unbatched_matmuls": save_unbatched_matmuls,
+    "save_weight_matmuls": save_weight_matmuls,
     "save_matmuls | save_attention": save_matmuls | save_attention,
-    "save_every(2, save_matmuls) | save_attention": save_every(2, save_matmuls) | save_attention,
+    "save_every_nth(2, save_matmuls) | save_attention": save_every_nth(2, save_matmuls) | save_attention,
     "save_everything": save_everything,
 }
 

@@ -1,0 +1,42 @@
+"""Names of the version before: each is found for one more, and warns once of what to write."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from remat._core import warn_user
+
+_READY, _SELECTIVE, _CATALOGUE = (f"remat.policies.{name}" for name in ("_ready", "_selective", "_catalogue"))
+_POLICIES = {
+    "register_cost": ("remat.register_op(op, flops=...)", _CATALOGUE),
+    "register_costly_op": ("remat.register_op(op, kind=...)", _CATALOGUE),
+    "save_cheaper_than": ("remat.save_costlier_than", "remat"),
+    "save_every": ("remat.save_every_nth", "remat"),
+    "save_unbatched_matmuls": ("remat.save_weight_matmuls", "remat"),
+}
+_AMBIENT = {"register_ambient": ("remat.register_state", "remat")}
+# Of each module: the old name, what to write, and the module that has it, by the old name or by the new one.
+OLD: dict[str, dict[str, tuple[str, str]]] = {
+    "remat": {**_POLICIES, **_AMBIENT},
+    "remat.policies": _POLICIES,
+    "remat.plan": {"register_cost": _POLICIES["register_cost"]},
+    "remat.ambient": _AMBIENT,
+}
+_told: set[tuple[str, str]] = set()
+
+
+def old(module: str, name: str) -> Any:
+    """What `module` had as `name`; for the `__getattr__` of a module.
+
+    Raises:
+        AttributeError: it had nothing of that name.
+    """
+    if name not in OLD[module]:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    write, place = OLD[module][name]
+    if (module, name) not in _told:
+        _told.add((module, name))
+        warn_user(f"{module}.{name} is deprecated: write {write}.", DeprecationWarning)
+    found = importlib.import_module(place)
+    return getattr(found, write.rpartition(".")[2] if place == "remat" else name)
