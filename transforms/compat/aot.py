@@ -101,8 +101,10 @@ _LEAVE: dict[Any, Callable[[], int]] = {
 
 
 def example_of(size: Any) -> int:
-    """A size as a number: that of the example where it is symbolic."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    """A size as a number: that of the example where it is symbolic, one where it depends on data."""
+    if isinstance(size, int):
+        return size
+    return 1 if size.node.hint is None else int(size.node.hint)
 
 
 def example_bytes(tensor: torch.Tensor) -> int:
