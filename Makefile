@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Python writes byte code down even where the shell says not to: every process would compile the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: sweep test test-all test-packages test-versions test-product fuzz lint format bench size docs docs-version docs-serve screenshots build release clean
+.PHONY: api sweep test test-all test-packages test-versions test-product fuzz lint format bench size docs docs-version docs-serve screenshots build release clean
 
 sweep: $(STAMP)
 	$(BIN)/python -m remat sweep $(ARGS)
@@ -58,6 +58,10 @@ bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt 'jax>=0.4.30'
 	$(BIN)/python -m benchmarks run --suite quick --fresh $(ARGS)
 	$(BIN)/python -m benchmarks report --suites quick
+
+# Writes public names and signatures down anew; CHANGELOG.md must speak of each that changed.
+api: $(STAMP)
+	$(BIN)/python -m tests.repo.reference --write
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

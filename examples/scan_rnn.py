@@ -6,8 +6,8 @@ python examples/scan_rnn.py
 # %%
 import torch
 
+from remat import scan_remat
 from remat.cli.measure import trace_memory
-from remat.scan import scan_remat
 
 
 def main() -> None:

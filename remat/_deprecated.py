@@ -22,6 +22,10 @@ OLD: dict[str, dict[str, tuple[str, str]]] = {
     "remat.policies": _POLICIES,
     "remat.plan": {"register_cost": _POLICIES["register_cost"]},
     "remat.ambient": _AMBIENT,
+    "remat.layers": {
+        name: (f"remat.{name}", "remat") for name in ("scan_layers", "stack_params", "unstack_params")
+    },
+    "remat.scan": {"scan_remat": ("remat.scan_remat", "remat")},
 }
 _told: set[tuple[str, str]] = set()
 

@@ -17,7 +17,7 @@ from remat.transforms import RematError, is_tensor, leaves_behind, tree_leaves
 from remat.transforms.compat import OpOverload, example_of
 from remat.transforms.compiled import RECOMPUTED
 
-__all__ = ["Recomputed", "Taken", "assert_recomputed", "recomputed"]
+__all__ = ["assert_recomputed", "recomputed"]
 
 Nodes = Iterable[torch.fx.Node]
 

@@ -1,7 +1,7 @@
-"""Identical layers with stacked parameters, run as one scan."""
+"""Deprecated: what was here is in `remat`."""
 
-from remat._scan import scan_layers as scan_layers
-from remat._scan import stack_params as stack_params
-from remat._scan import unstack_params as unstack_params
+import functools
 
-__all__ = ["scan_layers", "stack_params", "unstack_params"]
+from remat._deprecated import old
+
+__getattr__ = functools.partial(old, __name__)

@@ -22,7 +22,7 @@ from remat._region import ModuleView
 from remat.policies import Policy, PolicyLike, policy_given, save_nothing
 from remat.transforms import RematError, blank, names_of, set_class, subclass, subclasses, unannounced
 
-__all__ = ["LayerError", "apply", "apply_to", "regions", "remove"]
+__all__ = ["apply", "regions", "remove"]
 
 M = TypeVar("M", bound=torch.nn.Module)
 

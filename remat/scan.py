@@ -1,5 +1,7 @@
-"""Scans whose backward runs a checkpointing schedule: a public path to `scan_remat`."""
+"""Deprecated: what was here is in `remat`."""
 
-from remat._scan import scan_remat as scan_remat
+import functools
 
-__all__ = ["scan_remat"]
+from remat._deprecated import old
+
+__getattr__ = functools.partial(old, __name__)

@@ -41,7 +41,7 @@ def scan_layers(
 
     Example:
         >>> import torch
-        >>> from remat.layers import scan_layers, stack_params
+        >>> from remat import scan_layers, stack_params
         >>> blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
         >>> scan_layers(blocks[0], stack_params(blocks), torch.ones(2, 4)).shape
         torch.Size([2, 4])
@@ -77,7 +77,7 @@ def stack_params(modules: Iterable[torch.nn.Module]) -> Params:
 
     Example:
         >>> import torch
-        >>> from remat.layers import stack_params
+        >>> from remat import stack_params
         >>> blocks = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(3))
         >>> {name: tuple(t.shape) for name, t in stack_params(blocks).items()}
         {'weight': (3, 2, 4), 'bias': (3, 2)}
@@ -118,7 +118,7 @@ def unstack_params(
 
     Example:
         >>> import torch
-        >>> from remat.layers import stack_params, unstack_params
+        >>> from remat import stack_params, unstack_params
         >>> blocks = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(3))
         >>> unstack_params(stack_params(blocks))[2]["bias"].equal(blocks[2].bias)
         True

@@ -9,4 +9,4 @@ from remat.gpu.report import GpuGraph as GpuGraph
 from remat.gpu.report import GpuReport as GpuReport
 from remat.gpu.report import Kernel as Kernel
 
-__all__ = ["GpuGraph", "GpuReport", "Kernel", "compile_for"]
+__all__ = ["compile_for"]

@@ -10,7 +10,7 @@ from remat.interop._checkpoint import CheckpointFunction
 from remat.policies import policy_given, save_nothing
 from remat.transforms import RematError
 
-__all__ = ["UnsupportedModel", "enable"]
+__all__ = ["enable"]
 
 
 def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:

@@ -36,20 +36,6 @@ from remat.plan.step import WholeStep as WholeStep
 from remat.plan.step import ran_step_of as ran_step_of
 from remat.plan.step import step_of as step_of
 
-__all__ = [
-    "BudgetPolicy",
-    "ChainPlan",
-    "CostModel",
-    "Flops",
-    "Frontier",
-    "Layout",
-    "MeshPlan",
-    "ModelPlan",
-    "Plan",
-    "Roofline",
-    "pareto",
-    "plan_chain",
-    "plan_model",
-]
+__all__ = ["Frontier", "Layout", "MeshPlan", "pareto", "plan_chain", "plan_model"]
 
 __getattr__ = functools.partial(old, __name__)

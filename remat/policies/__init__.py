@@ -39,10 +39,8 @@ from remat.policies._unbatched import save_weight_matmuls as save_weight_matmuls
 
 __all__ = [
     "Policy",
-    "PolicyError",
     "PolicyLike",
     "UnmatchedName",
-    "as_policy",
     "offload",
     "offload_matmuls",
     "offload_names",
@@ -59,7 +57,6 @@ __all__ = [
     "save_nothing",
     "save_ops",
     "save_weight_matmuls",
-    "where",
 ]
 
 __getattr__ = functools.partial(old, __name__)

@@ -16,15 +16,4 @@ from remat.schedules._offline import repetitions as repetitions
 from remat.schedules._offline import split as split
 from remat.schedules._online import Online as Online
 
-__all__ = [
-    "All",
-    "Multilevel",
-    "Online",
-    "Revolve",
-    "Schedule",
-    "Segmented",
-    "Sqrt",
-    "Stats",
-    "advances",
-    "auto",
-]
+__all__ = ["All", "Multilevel", "Online", "Revolve", "Segmented", "Sqrt"]

@@ -1,9 +1,13 @@
-"""The public names, read from the sources, and their pages; `python -m tests.repo.reference` counts them."""
+"""The public names, read from the sources, and their pages.
+
+`python -m tests.repo.reference` counts them, and `--write` writes them down with their signatures.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +16,7 @@ ROOT = Path(__file__).parents[2]
 # Modules that users import from. Of the last one three names are public; the rest is for the other rooms.
 MODULES = (
     "remat",
-    *(
-        f"remat.{name}"
-        for name in ("debug", "gpu", "jax_names", "layers", "nn", "plan", "policies", "scan", "schedules")
-    ),
+    *(f"remat.{name}" for name in ("debug", "gpu", "jax_names", "nn", "plan", "policies", "schedules")),
     *(f"remat.interop{name}" for name in ("", ".diffusers", ".huggingface", ".torchtitan")),
 )
 OF_THE_ENGINE = tuple(f"remat.transforms.{name}" for name in ("RematError", "grad", "value_and_grad"))
@@ -77,8 +78,45 @@ def untyped(found: Any) -> list[str]:
     return parameters + (["its result"] if found.returns is None else [])
 
 
+SNAPSHOT = ROOT / "docs" / "api" / "names.txt"
+
+
+def snapshot() -> list[str]:
+    """A line for each public name with its signature, and one for each public member of a class."""
+    lines: dict[str, str] = {}
+    for path in sorted(public()):
+        found = named(path)
+        if not found.is_module and path not in lines:
+            lines[path] = path + shape(found)
+            members = found.members.items() if found.is_class else ()
+            shown = {name: one for name, one in members if not name.startswith("_") and not one.is_alias}
+            lines.update({f"{path}.{name}": f"{path}.{name}{shape(one)}" for name, one in shown.items()})
+    return list(lines.values())
+
+
+def shape(found: Any) -> str:
+    """What stands behind a name: parameters and result, bases, or a type."""
+    if found.is_function:
+        return found.signature().removeprefix(found.name)
+    if found.is_class:
+        return f" (class of {', '.join(map(str, found.bases)) or 'object'})"
+    return f": {found.annotation}" if found.annotation else ""
+
+
+def renew() -> None:
+    """Write the snapshot, unless the changelog says nothing of what changed."""
+    before, now = SNAPSHOT.read_text().splitlines() if SNAPSHOT.exists() else [], snapshot()
+    news = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    changed = {re.split(r"[(: ]", line)[0].rpartition(".")[2] for line in {*before} ^ {*now}}
+    if before and (silent := sorted(name for name in changed if not re.search(rf"\b{name}\b", news))):
+        sys.exit(f"CHANGELOG.md says nothing under its first version of: {', '.join(silent)}")
+    SNAPSHOT.write_text("\n".join(now) + "\n")
+
+
 def main() -> None:
     """The count: `python -m tests.repo.reference`."""
+    if sys.argv[1:] == ["--write"]:
+        renew()
     found = {named(path).path: named(path) for path in public()}
     documented, names = pages(), [one for one in found.values() if not one.is_module]
     print(f"{len(found)} public names, {len(found) - len(names)} of them modules")

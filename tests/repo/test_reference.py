@@ -21,8 +21,33 @@ OBJECTS = {reference.named(path).path: path for path in PUBLIC}
 
 
 def test_there_are_public_names():
-    assert len(OBJECTS) > 80
+    assert len(OBJECTS) > 50
     assert {"remat.remat", "remat.plan.plan_chain", "remat.nn.apply"} <= set(PUBLIC)
+
+
+def test_names_and_signatures_are_those_written_down():
+    now, before = set(reference.snapshot()), set(reference.SNAPSHOT.read_text().splitlines())
+    changed = f"new: {sorted(now - before)}, gone: {sorted(before - now)}"
+    assert now == before, f"{changed}. Say so in CHANGELOG.md, and run `make api`."
+
+
+@pytest.mark.parametrize(
+    ("gone", "told"),
+    [
+        ("remat.never_said(x: int) -> int", "never_said"),
+        ("remat.Policy.never_said: bool", "never_said"),
+        ("remat.save_unbatched_matmuls: Policy", None),
+    ],
+)
+def test_a_name_that_changes_needs_a_line_in_the_changelog(gone, told, tmp_path, monkeypatch):
+    monkeypatch.setattr(reference, "SNAPSHOT", tmp_path / "names.txt")
+    reference.SNAPSHOT.write_text("\n".join([gone, *reference.snapshot()]))
+    if told:
+        with pytest.raises(SystemExit, match=told):
+            reference.renew()
+    else:
+        reference.renew()
+        assert reference.SNAPSHOT.read_text().splitlines() == reference.snapshot()
 
 
 def test_every_public_name_has_a_page():

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from remat import save_matmuls, scan_layers
-from remat.layers import stack_params
+from remat import save_matmuls, scan_layers, stack_params
 from tests.helpers import rand, same, sparse
 
 OPTIONS: list[dict[str, Any]] = [{}, {"checkpoints": 2}, {"checkpoints": "sqrt", "policy": save_matmuls}]

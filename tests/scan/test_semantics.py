@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat import RematError, scan_layers, scan_remat, while_remat
-from remat.layers import stack_params, unstack_params
+from remat import RematError, scan_layers, scan_remat, stack_params, unstack_params, while_remat
 from remat.schedules import Online, Revolve, Segmented, Sqrt, advances
 from tests.helpers import crossed, sparse
 from tests.inside import trace_memory

@@ -241,7 +241,7 @@ def test_ops_that_are_met_do_not_warn() -> None:
 @pytest.mark.slow
 def test_names_that_messages_say_are_there() -> None:
     """In a fresh process, where nobody has imported the module that the message names."""
-    said = "import remat; remat.jax_names.checkpoint_policies.dots_saveable, remat.layers.stack_params"
+    said = "import remat; remat.jax_names.checkpoint_policies.dots_saveable, remat.stack_params"
     subprocess.run([sys.executable, "-c", said], check=True)
 
 
