@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from remat import RematError, remat
-from tests.helpers import rand, same
+from remat import RematError, remat, save_matmuls, save_nothing
+from tests.helpers import LiveBytes, rand, same
 
 
 class Switched(nn.Module):
@@ -77,3 +77,30 @@ def test_a_plain_dual_level_under_plain_autograd_and_a_transform():
         return first
 
     same(second(remat(push)), second(push))
+
+
+def test_a_policy_holds_nothing_that_a_second_run_would_not_take():
+    """Ops under forward mode cannot be told in it, so that no kept value stands for one."""
+    w = rand(4, 4, seed=1).requires_grad_()
+
+    def fn(x):
+        h = (x.sin() @ w).cos()
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(forward_ad.make_dual(h * 0, h.T.contiguous().T) * 2).tangent
+        assert tangent is not None
+        return ((tangent * tangent.detach().numpy().mean()) @ w).sin()
+
+    def run(fn):
+        x = rand(3, 4).requires_grad_()
+        with LiveBytes() as live:
+            out = fn(x).cos().sum()
+        return live.bytes, torch.autograd.grad(out, [x, w])
+
+    held = []
+    for policy in (save_nothing, save_matmuls):
+        region = remat(fn, policy=policy)
+        for _ in range(2):
+            kept, gradients = run(region)
+            same(gradients, run(fn)[1])
+            held.append(kept)
+    assert held == [held[0]] * 4

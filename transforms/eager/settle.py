@@ -59,8 +59,11 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     if (needs.whole or frame.whole) and frame.hold_whole():
         frame.residuals = None
     elif needs.whole:
-        # The function is to run again: hold all arguments, and what stands in for its ops.
-        frame.kept = dict(sorted(recorder.kept.items()))
+        # The function is to run again: hold all arguments, and what stands for ops that can be told again.
+        if tape.loose:
+            needs = Needs(tape, range(len(tape.nodes)), {})
+        else:
+            frame.kept = dict(sorted(recorder.kept.items()))
         # What it writes to is found again as it was, whether or not an op that is needed reads that.
         written = [
             at for at, o in enumerate(tape.outside) if o.root in recorder.snapshots or o.root in frame.freed

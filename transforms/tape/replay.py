@@ -37,7 +37,7 @@ from remat.transforms.ops import (
 from remat.transforms.placeholders import stand_in, without_objects
 from remat.transforms.state import RandomState, drawing_again, same_numbers
 from remat.transforms.tape.absent import Absent
-from remat.transforms.tape.holders import holders, holds, noticing
+from remat.transforms.tape.holders import holds
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.snapshots import (
@@ -322,10 +322,7 @@ class Recorded:
         self.store = (
             sent_away(self.kept, tape, lambda: {recorder.root(t) for t in outs}) if self.kept else None
         )
-        if noticing:
-            holders.add(weakref.ref(self, holders.discard))
-        else:
-            holds(self)
+        holds(self)
 
     def memories(self) -> Iterator[int]:
         """The storages of what it holds from outside."""

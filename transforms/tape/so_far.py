@@ -1,9 +1,13 @@
-"""A policy that is asked from the middle of a forward on: it is shown the ops so far."""
+"""A policy that is asked from the middle of a forward on: it is shown the ops so far.
+
+A plan is followed op by op, and would refuse the rest of a forward. And what a rank does not keep because its
+call alone has left the trace, such as a collective's result, it would wait for in its backward, for ever.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +25,7 @@ def show_so_far(selector: Any, tape: Tape, owner: Owner) -> None:
     names = dict[int, list[tuple[int, str]]]()
     for number, name in tape.names:
         names.setdefault(tape.makers[number], []).append((number, name))
-    past = _Past(tape, owner)
+    past = SimpleNamespace(tape=tape, owner=owner, judge=_no, judge_again=_no)
     for i, node in enumerate(tape.nodes):
         facts, node.name = traits(node.op), None
         if (not facts.writes or facts.conditional is not None) and not node.optional:
@@ -44,13 +48,5 @@ def _described(tape: Tape, node: Node) -> tuple[Any, Any, Any]:
     return show(node.args), {k: show(v) for k, v in node.kwargs.items()}, without_data(node.outs)
 
 
-@dataclass(frozen=True)
-class _Past:
-    """The recorder to a selector that is told of names given before: what was kept stays as it is."""
-
-    tape: Tape
-    owner: Owner
-
-    def judge(self, at: int, verdict: int, value: torch.Tensor) -> None: ...
-
-    def judge_again(self, at: int, verdict: int, value: torch.Tensor) -> None: ...
+def _no(*_: Any) -> None:
+    """What was kept of ops that have run stays as it is, whatever is said of their names."""
