@@ -379,14 +379,18 @@ class GuardMode(Recorder):
         self.expected = None
         quiet(self.leaving)
         tape = expected.prefix(count, self.packs, self.named)
-        # How values lie may be what made it leave the tape.
+        # How values lie may be what made it leave the tape, and who shares memory may not have been asked.
+        keys = [storage(tensor) for tensor in self.outside]
         tape.outside = [
-            Outside(relaid(known.meta, tensor), known.root)
-            for tensor, known in zip(self.outside, expected.outside, strict=False)
+            Outside(relaid(known.meta, tensor), -1 - keys.index(key))
+            for tensor, known, key in zip(self.outside, expected.outside, keys, strict=False)
         ]
         for tensor, number in living:
             tape.relay(tensor, number)
         for i, node in enumerate(tape.nodes):
+            if (was := node.root) < 0:
+                reads = (ref for ref in refs_in((node.args, node.kwargs)) if expected.root_of(ref) == was)
+                node.root = tape.root_of(next(reads, was))
             node.verdict = node.verdict if i in self.kept else RECOMPUTE
             if i in self.kept:
                 self._kept_in.setdefault(node.root, []).append(i)
