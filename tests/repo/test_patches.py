@@ -76,6 +76,23 @@ def test_torch_has_only_the_listed_changes() -> None:
     assert len(used) > len(imported) and not unlisted(used, {**AT_IMPORT, **AT_FIRST_USE})
 
 
+_COMPILED_BEFORE = """
+import torch
+torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
+import remat
+f = torch.vmap(torch.func.grad(lambda w, x: (x * w).sin().sum()), (None, 0))
+w, x = torch.rand(3), torch.rand(2, 3)
+jvp = lambda w, x: torch.func.jvp(lambda w: f(w, x), (w,), (w.cos(),))[1]
+for fn in (f, jvp):
+    torch.testing.assert_close(torch.compile(fn, backend="eager", fullgraph=True)(w, x), fn(w, x))
+"""
+
+
+def test_compiled_code_is_so_whichever_came_first() -> None:
+    """Dynamo knows torch's functions by what they were when it was loaded: `torch.func` broke the graph."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _COMPILED_BEFORE], cwd=ROOT, check=True)
+
+
 def test_nothing_else_is_exchanged() -> None:
     with pytest.raises(KeyError, match="torch.nn.functional.gelu"):
         exchange(torch.nn.functional, "gelu", None)

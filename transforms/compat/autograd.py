@@ -198,6 +198,9 @@ _pass_of_func: Any = eager_transforms._autograd_grad
 
 
 def _noting_pass(*args: Any, **kwargs: Any) -> Any:
+    # Dynamo, if it was there before remat, knows the one of torch alone, and looks into this one.
+    if torch.compiler.is_dynamo_compiling():
+        return _pass_of_func(*args, **kwargs)
     before = in_pass_of_func()
     _tls._stash_obj_in_tls(_PASS, True)
     try:
