@@ -11,7 +11,7 @@
 import torch
 import torch.nn.functional as F
 
-from remat import checkpoint_name, offload_names, remat, save_names, saved_residuals
+from remat import checkpoint_name, offload, remat, save_names, saved_residuals
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
@@ -45,7 +45,7 @@ versions = {
     "no remat": block,
     "save_nothing": remat(block),
     "save_names": remat(block, policy=save_names("hidden")),
-    "offload_names": remat(block, policy=offload_names("hidden")),
+    "offload": remat(block, policy=offload(save_names("hidden"))),
 }
 expected = torch.func.grad(loss_with(block))(weights)
 for name, version in versions.items():

@@ -34,8 +34,6 @@ from remat.policies import Policy as Policy
 from remat.policies import PolicyLike as PolicyLike
 from remat.policies import UnmatchedName as UnmatchedName
 from remat.policies import offload as offload
-from remat.policies import offload_matmuls as offload_matmuls
-from remat.policies import offload_names as offload_names
 from remat.policies import place_of
 from remat.policies import register_op as register_op
 from remat.policies import save_all_but_names as save_all_but_names
@@ -84,8 +82,6 @@ __all__ = [
     "interop",
     "is_recomputing",
     "offload",
-    "offload_matmuls",
-    "offload_names",
     "pareto",
     "plan",
     "plan_model",

@@ -7,8 +7,10 @@ from typing import Any
 
 from remat._core import warn_user
 
-_READY, _SELECTIVE, _CATALOGUE = (f"remat.policies.{name}" for name in ("_ready", "_selective", "_catalogue"))
+_CATALOGUE, _READY = "remat.policies._catalogue", "remat.policies._ready"
 _POLICIES = {
+    "offload_matmuls": ("remat.offload(remat.save_matmuls)", _READY),
+    "offload_names": ("remat.offload(remat.save_names(...))", _READY),
     "register_cost": ("remat.register_op(op, flops=...)", _CATALOGUE),
     "register_costly_op": ("remat.register_op(op, kind=...)", _CATALOGUE),
     "save_cheaper_than": ("remat.save_costlier_than", "remat"),

@@ -29,7 +29,7 @@ NO_REUSE = " without buffer reuse"
 KEPT = ("qkv", "q", "k", "v", "attention", "up", "gate")
 # Of a Llama block, as policies are written.
 LLAMA_KEPT = ", ".join(repr(name) for name in KEPT if name != "qkv")
-KEPT_NAMES, OFFLOADED_NAMES = f"save_names({LLAMA_KEPT})", f"offload_names({LLAMA_KEPT})"
+KEPT_NAMES, OFFLOADED_NAMES = f"save_names({LLAMA_KEPT})", f"offload(save_names({LLAMA_KEPT}))"
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ OURS = (
 # Policies that are no peer's, each of which keeps something else.
 EVERY = (
     "save_everything",
-    "offload_matmuls",
-    "offload_names('up')",
+    "offload(save_matmuls)",
+    "offload(save_names('up'))",
     "save_every_nth(2, save_matmuls)",
     "save_larger_than('1MiB')",
     "save_costlier_than(256)",

@@ -28,7 +28,6 @@ from remat.policies import (
     as_policy,
     makes_policies,
     offload,
-    offload_names,
     save_all_but_names,
     save_everything,
     save_matmuls,
@@ -142,7 +141,7 @@ def save_and_offload_only_these_names(
     offload_src: str,
     offload_dst: str,
 ) -> Policy:
-    """`save_names(...) | offload_names(...)`.
+    """`save_names(...) | offload(save_names(...))`.
 
     Raises:
         RematError: a name in both lists, or other memories than "device" and "pinned_host" (also a
@@ -157,7 +156,7 @@ def save_and_offload_only_these_names(
         )
     _check_memories(offload_src, offload_dst)
     policy = save_only_these_names(*sorted(saved))
-    return policy | offload_names(*sorted(offloaded)) if offloaded else policy
+    return policy | offload(save_names(*sorted(offloaded))) if offloaded else policy
 
 
 @makes_policies

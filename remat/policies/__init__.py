@@ -17,8 +17,6 @@ from remat.policies._makers import makes_policies as makes_policies
 from remat.policies._makers import place_of as place_of
 from remat.policies._makers import policy_given as policy_given
 from remat.policies._makers import several_given as several_given
-from remat.policies._ready import offload_matmuls as offload_matmuls
-from remat.policies._ready import offload_names as offload_names
 from remat.policies._ready import save_all_but_names as save_all_but_names
 from remat.policies._ready import save_attention as save_attention
 from remat.policies._ready import save_collectives as save_collectives
@@ -42,8 +40,6 @@ __all__ = [
     "PolicyLike",
     "UnmatchedName",
     "offload",
-    "offload_matmuls",
-    "offload_names",
     "register_op",
     "save_all_but_names",
     "save_attention",

@@ -134,11 +134,11 @@ def _way_out(value: Any) -> str:
 
 def place_of(name: str) -> str | None:
     """Where a policy or a factory of this name is found: here, or among JAX's names."""
-    policies = sys.modules["remat.policies"]
+    policies = vars(sys.modules["remat.policies"])
     room = "remat" if name in sys.modules["remat"].__all__ else "remat.policies"
-    if isinstance(getattr(policies, name, None), Policy):
+    if isinstance(policies.get(name), Policy):
         return f"{room}.{name}"
-    if any(maker.__name__ == name for maker in _MAKERS if hasattr(policies, maker.__name__)):
+    if any(maker.__name__ == name for maker in _MAKERS if maker.__name__ in policies):
         return f"{room}.{name}(...)"
     return f"remat.jax_names.checkpoint_policies.{name}" if name in JAX_NAMES else None
 

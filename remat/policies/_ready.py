@@ -236,22 +236,7 @@ def save_all_but_names(*names: str, strict: bool = False) -> ByName:
 
 
 def offload_names(*names: str, strict: bool = False) -> ByName:
-    """Keep values with one of these names in host memory until the backward; recompute everything else.
-
-    Args:
-        names: names given by `checkpoint_name`. One that never occurs in a region warns once.
-        strict: raise `RematError` instead of warning.
-
-    Raises:
-        RematError: no name, or one that is not a string (also a TypeError).
-
-    Example:
-        >>> import torch
-        >>> from remat import checkpoint_name, offload_names, remat, saved_residuals
-        >>> fn = remat(lambda x: checkpoint_name(x.sin(), "s").exp(), policy=offload_names("s"))
-        >>> saved_residuals(fn, torch.ones(3)).host_bytes
-        12
-    """
+    """Deprecated: `offload(save_names(...))`."""
     names_ = _checked("offload_names", names)
     return ByName(names_, Decision.OFFLOAD, Decision.RECOMPUTE, strict, "offload_names")
 
@@ -318,12 +303,4 @@ Example:
 """
 
 offload_matmuls = OfKind("offload_matmuls", ("matmul", "bmm", "convolution"), Decision.OFFLOAD)
-"""Keep the results of matrix products and convolutions in host memory until the backward.
-
-Example:
-    >>> import torch
-    >>> from remat import remat, offload_matmuls, saved_residuals
-    >>> fn = remat(lambda w, x: torch.tanh(x @ w).exp(), policy=offload_matmuls)
-    >>> saved_residuals(fn, torch.ones(4, 4), torch.ones(2, 4)).host_bytes
-    32
-"""
+"""Deprecated: `offload(save_matmuls)`."""

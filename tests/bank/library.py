@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from remat import (
     checkpoint_name,
     checkpoint_policy,
-    offload_matmuls,
+    offload,
     remat,
     save_all_but_names,
     save_everything,
@@ -50,7 +50,7 @@ POLICIES: dict[str, Any] = {
     "ops": save_ops(aten.tanh, aten.mul, aten.sin),
     "views": save_ops(aten.t, aten.view, aten.transpose, aten.slice, aten.select),
     "no_names": save_matmuls & ~save_names("h"),
-    "offload": offload_matmuls,
+    "offload": offload(save_matmuls),
     "odd": checkpoint_policy(lambda info: info.index % 2 == 0),
     "everything": save_everything,
     "none": None,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._inductor import config
 
-from remat import offload_matmuls, remat
+from remat import offload, remat, save_matmuls
 from remat.gpu import compile_for
 from tests.compile.test_gpu import triton as triton  # a fixture
 
@@ -40,7 +40,7 @@ def writing(x):
 
 
 def offloading(x):
-    return remat(lambda x: (x @ x.T).sin(), policy=offload_matmuls)(x).sum()
+    return remat(lambda x: (x @ x.T).sin(), policy=offload(save_matmuls))(x).sum()
 
 
 marked = torch.compiler.nested_compile_region(lambda x: x.sin().cos())
@@ -106,7 +106,7 @@ def test_what_a_region_returns_behind_what_it_sends_is_no_copy(triton):
         return x + (x @ x.T).sin() @ x
 
     def step(x):
-        run = remat(block, policy=offload_matmuls)
+        run = remat(block, policy=offload(save_matmuls))
         return run(run(x)).square().sum()
 
     found = report(step)

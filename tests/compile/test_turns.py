@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad
 
-from remat import offload_matmuls, remat, save_matmuls, save_nothing
+from remat import offload, remat, save_matmuls, save_nothing
 from tests.compiled import Graphs, compiled
 from tests.helpers import rand, same
 
@@ -154,7 +154,7 @@ def test_a_wide_activation_is_there_before_the_product_that_makes_its_gradient(h
 
 
 def chain(w: Tensor, x: Tensor) -> Tensor:
-    region = remat(lambda x: torch.tanh(x @ w).sin(), policy=offload_matmuls)
+    region = remat(lambda x: torch.tanh(x @ w).sin(), policy=offload(save_matmuls))
     for _ in range(4):
         x = region(x)
     return x.square().sum()

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from remat import checkpoint_name, checkpoint_policy
 from remat.policies import (
-    offload_matmuls,
-    offload_names,
+    offload,
     save_attention,
     save_everything,
     save_matmuls,
@@ -43,7 +42,7 @@ POLICIES = {
     "ops": save_ops(aten.sin, aten.tanh, aten.exp, aten.native_dropout),
     "rule": checkpoint_policy(every_second),
     "names": save_names("hidden"),
-    "offload": offload_matmuls | offload_names("hidden"),
+    "offload": offload(save_matmuls) | offload(save_names("hidden")),
     "algebra": (save_matmuls | save_attention) & ~save_ops(aten.bmm),
 }
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -19,7 +19,7 @@ from remat import (
     RematError,
     checkpoint_name,
     checkpoint_policy,
-    offload_names,
+    offload,
     remat,
     save_matmuls,
     save_names,
@@ -86,7 +86,7 @@ POLICIES = {
     "nothing": save_nothing,
     "matmuls": save_matmuls,
     "names": save_names("h"),
-    "host": offload_names("h"),
+    "host": offload(save_names("h")),
     "budget": checkpoint_policy(budget=0.5),
 }
 

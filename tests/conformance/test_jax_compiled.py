@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from remat import checkpoint_name, policies, remat, save_matmuls, save_nothing, save_ops
+from remat import checkpoint_name, policies, remat, save_nothing, save_ops
 from remat import save_weight_matmuls as save_unbatched
 from remat.interop import from_torch_policy
 from remat.interop.jax import checkpoint, checkpoint_policies
@@ -16,8 +16,6 @@ from remat.policies import (
     Policy,
     as_policy,
     offload,
-    offload_matmuls,
-    offload_names,
     save_all_but_names,
     save_attention,
     save_collectives,
@@ -25,6 +23,7 @@ from remat.policies import (
     save_every_nth,
     save_everything,
     save_larger_than,
+    save_matmuls,
     save_names,
     where,
 )
@@ -205,8 +204,8 @@ VERDICTS = {
     "where": where(lambda info: info.index < 6, save_matmuls),
     "larger": save_larger_than(12 * 8),
     "cheaper": save_costlier_than(0.99),
-    "offloaded matmuls": offload_matmuls,
-    "offloaded names": offload_names("q"),
+    "offloaded matmuls": offload(save_matmuls),
+    "offloaded names": offload(save_names("q")),
     "offloaded": offload(save_unbatched),
     "one or the other": save_names("q") | save_ops(aten._softmax),
     "both": save_matmuls & ~save_larger_than(12 * 8),

@@ -10,7 +10,7 @@ from torch.func import grad
 
 from remat import remat, save_everything, save_matmuls, scan_remat
 from remat.interop.jax import checkpoint_name, checkpoint_policies
-from remat.policies import offload_names, save_names
+from remat.policies import offload, save_names
 from tests.conformance.counting import (
     BACKWARDS,
     check_grads,
@@ -233,7 +233,7 @@ def test_remat_offload_names_of_scan_jaxpr():
         return scan(step, x, length=3, policy=policy)[1].sum()
 
     x = rand(16)
-    policy = save_names("y") | offload_names("z", "w")
+    policy = save_names("y") | offload(save_names("z", "w"))
     torch.testing.assert_close(grad(f)(x, policy), grad(f)(x, save_everything))
 
     def copies(policy):

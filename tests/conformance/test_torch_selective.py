@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from remat import RematError, offload_matmuls, save_everything
+from remat import RematError, offload, save_everything, save_matmuls
 from remat import nn as remat_nn
 from remat.interop import checkpoint
 from tests.conformance.rows import row
@@ -266,7 +266,7 @@ def test_fqn():
 def test_checkpoint_wrapper_cpu_offload():
     model = nn.Sequential(*[nn.Linear(10, 10) for _ in range(3)])
     plain, x = copy.deepcopy(model), torch.randn(3, 10)
-    remat_nn.apply_to(model, policy=offload_matmuls)
+    remat_nn.apply_to(model, policy=offload(save_matmuls))
     model(x).sum().backward()
     plain(x).sum().backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.func import grad, vmap
 
 from remat import RematError, checkpoint_policy, remat, scan_remat
-from remat.policies import offload_matmuls, save_attention, save_matmuls, save_names, save_nothing
+from remat.policies import offload, save_attention, save_matmuls, save_names, save_nothing
 from tests.cuda.card import ON_A_CARD, batch, bytes_of, gradients, models, near, same, step_of
 
 # What torch warns of on a card is not of regions.
@@ -22,7 +22,7 @@ POLICIES = {
     "matmuls": save_matmuls,
     "attention": save_matmuls | save_attention,
     "names": save_names("hidden"),
-    "offload": offload_matmuls,
+    "offload": offload(save_matmuls),
     "budget": checkpoint_policy(budget=0.5),
 }
 

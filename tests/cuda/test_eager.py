@@ -12,15 +12,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from remat import checkpoint_name, checkpoint_policy, fit, remat, scan_remat
-from remat.policies import (
-    offload_matmuls,
-    offload_names,
-    save_attention,
-    save_everything,
-    save_matmuls,
-    save_names,
-    save_nothing,
-)
+from remat.policies import offload, save_attention, save_everything, save_matmuls, save_names, save_nothing
 from tests.cuda.card import (
     LENGTH,
     ON_A_CARD,
@@ -42,7 +34,7 @@ POLICIES = {
     "matmuls": save_matmuls,
     "attention": save_matmuls | save_attention,
     "names": save_names("hidden"),
-    "offload": offload_matmuls | offload_names("hidden"),
+    "offload": offload(save_matmuls) | offload(save_names("hidden")),
     "budget": checkpoint_policy(budget=0.5),
     "measured": checkpoint_policy(budget=0.5, cost="measured"),
 }
@@ -134,7 +126,7 @@ def test_copies_to_the_host_never_race() -> None:
 
     Without attention, whose backward adds in any order where a sequence is long.
     """
-    plain, ours = models(depth=4, attends=False, policy=offload_matmuls)
+    plain, ours = models(depth=4, attends=False, policy=offload(save_matmuls))
     x = batch(rows=64, length=512)
     expected = gradients(plain, plain, x)
     for _ in range(20):
@@ -142,7 +134,7 @@ def test_copies_to_the_host_never_race() -> None:
 
 
 def test_on_a_stream_of_the_users() -> None:
-    plain, ours = models(policy=offload_matmuls)
+    plain, ours = models(policy=offload(save_matmuls))
     x = batch()
     expected = gradients(plain, plain, x)
     torch.cuda.synchronize()

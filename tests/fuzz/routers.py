@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from remat import RematError, offload_matmuls, remat, save_matmuls, save_nothing
+from remat import RematError, offload, remat, save_matmuls, save_nothing
 from tests.compiled import compiled
 from tests.helpers import forget, seed_only_what_is_there
 from tests.policies import test_decisions as routers
 
-POLICIES = [save_nothing, save_matmuls, offload_matmuls]
+POLICIES = [save_nothing, save_matmuls, offload(save_matmuls)]
 # What no noise comes to. What it may come to is `routers.LIMIT`.
 FLIPPED = 1e-2
 

@@ -7,7 +7,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint as co
 from torch.func import grad
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from remat import RematError, offload_matmuls, remat, save_matmuls, save_nothing
+from remat import RematError, offload, remat, save_matmuls, save_nothing
 from remat import nn as remat_nn
 from remat.interop import checkpoint
 from tests.helpers import crossed, leaves_of, rand
@@ -16,7 +16,7 @@ from tests.helpers import crossed, leaves_of, rand
 
 
 @pytest.mark.parametrize(
-    ("inside", "policy"), [(True, save_nothing), (False, offload_matmuls)], ids=["context", "tensors"]
+    ("inside", "policy"), [(True, save_nothing), (False, offload(save_matmuls))], ids=["context", "tensors"]
 )
 def test_meta_device(policy, inside):
     """torch's checkpoint looks for a module torch.meta that would hold generator states."""
@@ -73,7 +73,7 @@ def test_tensors_in_keyword_arguments_that_are_written_to_raise(where):
 # -- modules with state -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("momentum", "policy"), [(0.1, save_nothing), (None, offload_matmuls)])
+@pytest.mark.parametrize(("momentum", "policy"), [(0.1, save_nothing), (None, offload(save_matmuls))])
 def test_batch_norm_statistics_are_counted_once(policy, momentum):
     plain, norm = (nn.BatchNorm1d(4, momentum=momentum).double() for _ in range(2))
     region = remat(lambda x: torch.relu(norm(x)), policy=policy)

@@ -28,7 +28,7 @@ from remat import (
     RematError,
     checkpoint_name,
     checkpoint_policy,
-    offload_matmuls,
+    offload,
     save_collectives,
     save_everything,
     save_matmuls,
@@ -284,7 +284,9 @@ def test_compiled_with_values_on_the_host(mesh):
 
     expected = torch.autograd.grad(step(block)(x), (x, w))
     torch._dynamo.reset()
-    run = torch.compile(step(remat.remat(block, policy=offload_matmuls)), backend="aot_eager", fullgraph=True)
+    run = torch.compile(
+        step(remat.remat(block, policy=offload(save_matmuls))), backend="aot_eager", fullgraph=True
+    )
     got = torch.autograd.grad(run(x), (x, w))
     torch.testing.assert_close([local(t) for t in got], [local(t) for t in expected], rtol=1e-5, atol=1e-5)
 
@@ -320,7 +322,7 @@ def test_reports_say_how_kept_values_lie(mesh):
     assert not any("placements" in t.columns for t in plain.page().tables)
 
 
-@pytest.mark.parametrize("policy", [offload_matmuls], ids=repr)
+@pytest.mark.parametrize("policy", [offload(save_matmuls)], ids=repr)
 def test_ways_of_differentiating(mesh, policy):
     """A region in a region, a second backward, one result at a time, a backward inside, hooks around."""
     stack: Any = model(mesh, None, True)

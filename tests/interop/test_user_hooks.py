@@ -22,7 +22,7 @@ from remat import (
     RematError,
     checkpoint_name,
     checkpoint_policy,
-    offload_names,
+    offload,
     plan_model,
     remat,
     save_everything,
@@ -41,7 +41,7 @@ EVERY = [
     save_nothing,
     save_matmuls,
     save_names("hidden"),
-    offload_names("hidden"),
+    offload(save_names("hidden")),
     save_everything,
     checkpoint_policy(budget=0.5),
 ]

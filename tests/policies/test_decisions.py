@@ -13,7 +13,7 @@ from benchmarks.common.models import SIZES
 from remat import (
     checkpoint_name,
     checkpoint_policy,
-    offload_matmuls,
+    offload,
     remat,
     save_all_but_names,
     save_matmuls,
@@ -148,7 +148,7 @@ def off(run, fn, **options):
 
 
 @pytest.mark.parametrize(
-    ("fn", "policy"), crossed(ALL, [save_nothing, save_matmuls, offload_matmuls], every=2)
+    ("fn", "policy"), crossed(ALL, [save_nothing, save_matmuls, offload(save_matmuls)], every=2)
 )
 def test_decisions_do_not_flip_in_plain_autograd(fn, policy):
     assert off(backward, fn, policy=policy) < LIMIT

@@ -7,7 +7,7 @@ import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from remat import RematError, checkpoint_name, checkpoint_policy, debug, remat, saved_residuals
-from remat.policies import offload_names, save_all_but_names, save_everything, save_matmuls, save_names
+from remat.policies import offload, save_all_but_names, save_everything, save_matmuls, save_names
 from tests.helpers import OpCounter, crossed, leaves_of, rand, same
 from tests.policies.inside import UnmatchedName, _selector
 
@@ -326,7 +326,9 @@ def test_a_name_for_one_of_several_results(mode, bars):
 LAZY = {"conj": lambda h: h.conj(), "adjoint": lambda h: h.mH, "negative": lambda h: h.conj().imag}
 
 
-@pytest.mark.parametrize(("look", "policy"), crossed(LAZY, [save_names("h"), offload_names("h")], every=2))
+@pytest.mark.parametrize(
+    ("look", "policy"), crossed(LAZY, [save_names("h"), offload(save_names("h"))], every=2)
+)
 def test_a_name_of_a_lazy_conjugate(look, policy):
     w = rand(4, 4)
 

@@ -19,13 +19,12 @@ from remat import (
     checkpoint_name,
     checkpoint_policy,
     is_recomputing,
-    offload_names,
+    offload,
     remat,
     save_everything,
     save_names,
     saved_residuals,
 )
-from remat.policies import offload
 from tests.helpers import rand, same
 from tests.lanes import Late
 from tests.policies.inside import functions_as_they_are, prefetch, transfer
@@ -54,7 +53,7 @@ def model(x: Tensor, ws: list[Tensor], wrap: Any = None) -> Tensor:
     return x.square().sum()
 
 
-OFFLOADED = remat(layer, policy=offload_names("h"))
+OFFLOADED = remat(layer, policy=offload(save_names("h")))
 X = rand(3, WIDTH, seed=0)
 THREE = (5, 6, 7)
 SENT = ["send 5", "send 6", "send 7"]
@@ -140,7 +139,7 @@ def test_device_memory_goes_when_it_is_sent_and_when_it_is_read(late, monkeypatc
         alive.append((is_recomputing(), not storage.expired()))
         return torch.sin(out)
 
-    remat(fn, policy=offload_names("h"))(X).sum().backward()
+    remat(fn, policy=offload(save_names("h")))(X).sum().backward()
     assert alive[0] == (False, False)
     late.take()
 
@@ -156,7 +155,7 @@ def test_device_memory_goes_when_it_is_sent_and_when_it_is_read(late, monkeypatc
         return arrived(tensor, mark)
 
     monkeypatch.setattr(late, "arrived", noted)
-    loss = remat(reads, policy=offload_names("h"))(X)
+    loss = remat(reads, policy=offload(save_names("h")))(X)
     alive.clear()
     monkeypatch.setitem(LOOK, "at", lambda: alive.append([not storage.expired() for storage in fetched]))
     loss.backward(retain_graph=True)
@@ -218,7 +217,7 @@ def test_what_has_nothing_left_is_passed_over(late):
     ws, v = weights(5, 6, 7), rand(6, WIDTH, seed=1).requires_grad_()
     first = OFFLOADED(X, ws[0])
     two_products = remat(
-        lambda x, w: torch.cos(checkpoint_name(torch.sin(x @ w), "h")) @ v, policy=offload_names("h")
+        lambda x, w: torch.cos(checkpoint_name(torch.sin(x @ w), "h")) @ v, policy=offload(save_names("h"))
     )
     branch = two_products(X, ws[1]).sum()
     last = OFFLOADED(first, ws[2]).sum()
@@ -276,7 +275,7 @@ def test_a_failing_forward_leaves_nothing(late, run):
 
     ws = weights(*THREE)
     with pytest.raises(ZeroDivisionError):
-        run(remat(fails, policy=offload_names("h")), ws)
+        run(remat(fails, policy=offload(save_names("h"))), ws)
     assert late.take() == ["send 5", "send 6"]
     assert late.held() == set()
     same(run(OFFLOADED, ws), run(None, ws), 0.0)
@@ -321,7 +320,7 @@ def test_a_failing_recomputation_leaves_nothing_on_the_device(late):
         return out + torch.cos(h) @ w.T
 
     ws = weights(*THREE)
-    region = remat(fails, policy=offload_names("h"))
+    region = remat(fails, policy=offload(save_names("h")))
     with pytest.raises(ZeroDivisionError):
         by_nested_grad(region, ws)
     assert late.waiting() == set() and not prefetch._passes
@@ -365,7 +364,7 @@ def test_results_may_be_written_to_while_they_are_sent(late, look):
 
     (w,) = weights(5)
     expected = torch.autograd.grad(fn(X, w)[1].sum(), w)
-    h, out = remat(fn, policy=offload_names("h"))(X, w)
+    h, out = remat(fn, policy=offload(save_names("h")))(X, w)
     with torch.no_grad():
         look(h).zero_()
     same(torch.autograd.grad(out.sum(), w), expected, 0.0)
@@ -398,7 +397,7 @@ def test_layouts_come_back(late):
         return (h.square().sum(0) * wide.exp().sum()).sum()
 
     (w,) = weights(5)
-    region = remat(fn, policy=offload_names("h", "wide"))
+    region = remat(fn, policy=offload(save_names("h", "wide")))
     same(torch.autograd.grad(region(X, w), w), torch.autograd.grad(fn(X, w), w), 1e-14)
     assert seen[0] == seen[1]
 
@@ -430,7 +429,7 @@ def test_the_input_of_a_block(late):
     def block(x: Tensor, w: Tensor) -> Tensor:
         return layer(checkpoint_name(x, "input"), w)
 
-    region = remat(block, policy=offload_names("input"))
+    region = remat(block, policy=offload(save_names("input")))
     ws = weights(5, 6)
     x = X.clone().requires_grad_()
     values = [x * 1]
@@ -450,7 +449,7 @@ def test_the_input_of_a_block(late):
 
 @pytest.mark.parametrize("of", [grad, lambda f: vmap(grad(f), (0, None))])
 def test_the_input_of_a_block_under_torch_func(late, of):
-    region = remat(lambda x, w: layer(checkpoint_name(x, "input"), w), policy=offload_names("input"))
+    region = remat(lambda x, w: layer(checkpoint_name(x, "input"), w), policy=offload(save_names("input")))
     (w,) = weights(5)
     got = of(lambda x, w: region(x, w).square().sum())(X, w.detach())
     same(got, of(lambda x, w: layer(x, w).square().sum())(X, w.detach()), 0.0)
@@ -461,9 +460,9 @@ def test_the_input_of_a_block_under_torch_func(late, of):
 
 
 def test_nested_regions(late):
-    inner = remat(layer, policy=offload_names("h"))
+    inner = remat(layer, policy=offload(save_names("h")))
 
-    @remat(policy=offload_names("outer"))
+    @remat(policy=offload(save_names("outer")))
     def outer(x: Tensor, w: Tensor) -> Tensor:
         return inner(checkpoint_name(torch.sin(inner(x, w)), "outer"), w)
 
@@ -509,9 +508,9 @@ def test_with_budgets_and_other_names(late):
     expected = torch.autograd.grad(fn(X, w), w)
     budget = checkpoint_policy(budget=1.0)
     for policy, sends, keeps in [
-        (offload_names("h") | save_names("k"), 1, 2),
-        (offload_names("h", "k") | save_names("k"), 1, 2),
-        (offload_names("h") & save_names("h"), 1, 1),
+        (offload(save_names("h")) | save_names("k"), 1, 2),
+        (offload(save_names("h", "k")) | save_names("k"), 1, 2),
+        (offload(save_names("h")) & save_names("h"), 1, 1),
         (offload(save_names("h", "k")), 2, 2),
     ]:
         region = remat(fn, policy=policy)
@@ -522,7 +521,7 @@ def test_with_budgets_and_other_names(late):
         assert len(kept) == keeps, policy
         late.take()
     # What a budget chooses to keep, on the host; and what a name asks for beside what a budget chooses.
-    for policy in (offload(budget), checkpoint_policy(budget=0.0) | offload_names("h")):
+    for policy in (offload(budget), checkpoint_policy(budget=0.0) | offload(save_names("h"))):
         same(torch.autograd.grad(remat(fn, policy=policy)(X, w), w), expected, 0.0)
         log = late.take()
         assert sum(e.startswith("send") for e in log) == sum(e.startswith("use") for e in log) > 0, policy
@@ -533,7 +532,7 @@ def test_what_the_backward_does_not_read_leaves_the_host_with_the_forward(late):
         return checkpoint_name(x @ w, "h").sum()
 
     (w,) = weights(5)
-    loss = remat(fn, policy=offload_names("h"))(X, w)
+    loss = remat(fn, policy=offload(save_names("h")))(X, w)
     assert late.held() == set()
     loss.backward()
     assert late.take() == ["send 5"]
@@ -544,7 +543,7 @@ def test_results_that_do_not_all_need_the_same(late):
         return torch.cos(checkpoint_name(x @ w, "a")).sum(), torch.cos(checkpoint_name(x @ v, "b")).sum()
 
     w, v = weights(5, 6)
-    one, other = remat(fn, policy=offload_names("a", "b"))(X, w, v)
+    one, other = remat(fn, policy=offload(save_names("a", "b")))(X, w, v)
     late.take()
     same(torch.autograd.grad(one, w, retain_graph=True), torch.autograd.grad(fn(X, w, v)[0], w), 0.0)
     # Of the region itself only what this pass needs comes back.

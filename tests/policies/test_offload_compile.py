@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from remat import checkpoint_name, offload_names, remat, save_names, save_nothing
+from remat import checkpoint_name, offload, remat, save_names, save_nothing
 from tests.compiled import Graphs
 from tests.helpers import same, sparse
 from tests.policies.test_offload import THREE, X, layer, model, weights
@@ -23,7 +23,7 @@ def test_a_graph_sends_each_value_once_and_keeps_it_nowhere_else():
     ws = weights(*THREE)
     expected = torch.autograd.grad(model(X, ws), ws)
     found = {}
-    for policy in (offload_names("h"), save_names("h"), save_nothing):
+    for policy in (offload(save_names("h")), save_names("h"), save_nothing):
         found[policy] = compiled = graphs(policy, lambda f, ws: f(ws))
         for _ in range(2):
             same(torch.autograd.grad(compiled(ws), ws), expected)
@@ -47,7 +47,7 @@ def test_a_graph_of_torch_func_sends_each_value_once(name):
         return vmap(grad(lambda ws, scale: f(ws) * scale), (None, 0))(ws, X[0])
 
     expected = run(lambda ws: model(X, ws), ws)
-    sent, kept = graphs(offload_names("h"), run), graphs(save_names("h"), run)
+    sent, kept = graphs(offload(save_names("h")), run), graphs(save_names("h"), run)
     same(sent(ws), expected)
     same(kept(ws), expected)
     assert sent.forward["send"] - kept.forward["send"] == len(THREE)
@@ -62,7 +62,7 @@ def layer_of_input(x, w):
 
 def test_the_input_of_a_block_in_a_graph():
     torch._dynamo.reset()
-    region = remat(layer_of_input, policy=offload_names("input"))
+    region = remat(layer_of_input, policy=offload(save_names("input")))
     ws = weights(5, 6)
     compiled = Graphs(lambda ws: model(X * 2, ws, region))
     same(torch.autograd.grad(compiled(ws), ws), torch.autograd.grad(model(X * 2, ws), ws))

@@ -15,8 +15,6 @@ from remat.policies import (
     Policy,
     check_verdict,
     offload,
-    offload_matmuls,
-    offload_names,
     register_op,
     save_all_but_names,
     save_attention,
@@ -57,14 +55,14 @@ READY = {
     "save_matmuls": save_matmuls,
     "save_weight_matmuls": save_weight_matmuls,
     "save_attention": save_attention,
-    "offload_matmuls": offload_matmuls,
+    "offload(save_matmuls)": offload(save_matmuls),
     "save_ops(aten.mm.default)": save_ops(aten.mm.default),
     "save_ops(aten.cos.default, aten.sin.default)": save_ops(aten.sin.default, aten.cos.default),
     "save_ops(higher_order.flex_attention)": save_ops(torch.ops.higher_order.flex_attention),
     "save_names('k', 'q')": save_names("q", "k"),
     "save_names('q', strict=True)": save_names("q", strict=True),
     "save_all_but_names('q')": save_all_but_names("q"),
-    "offload_names('q')": offload_names("q"),
+    "offload(save_names('q'))": offload(save_names("q")),
     "checkpoint_policy(rule)": checkpoint_policy(rule),
     "where(rule)": where(rule),
     "where(rule, save_matmuls)": where(rule, save_matmuls),
@@ -161,11 +159,11 @@ def test_classes_of_ops():
         aten.addmm.out,
         aten._int_mm.default,
     ):
-        assert save_matmuls(info(op)) is SAVE and offload_matmuls(info(op)) is OFFLOAD
+        assert save_matmuls(info(op)) is SAVE and offload(save_matmuls)(info(op)) is OFFLOAD
         assert save_attention(info(op)) is RECOMPUTE
     assert save_matmuls(info(flash)) is RECOMPUTE and save_attention(info(flash)) is SAVE
     assert save_attention(info(torch.ops.higher_order.flex_attention)) is SAVE
-    for policy in (save_matmuls, save_attention, offload_matmuls, save_weight_matmuls):
+    for policy in (save_matmuls, save_attention, offload(save_matmuls), save_weight_matmuls):
         assert policy(info(aten.sin.default)) is RECOMPUTE
 
 
@@ -179,7 +177,7 @@ def test_names():
     assert save_names("q")(info(name="q")) is SAVE
     assert save_names("q")(info(name="k")) is RECOMPUTE and save_names("q")(info()) is RECOMPUTE
     assert save_all_but_names("q")(info(name="q")) is RECOMPUTE and save_all_but_names("q")(info()) is SAVE
-    assert offload_names("q")(info(name="q")) is OFFLOAD
+    assert offload(save_names("q"))(info(name="q")) is OFFLOAD
 
 
 def test_checkpoint_policy_makes_policies():
@@ -229,7 +227,7 @@ def test_makers_refuse_what_they_cannot_use():
     with pytest.raises(RematError, match="checkpoint_name"):
         save_names()
     with pytest.raises(RematError, match="of type int"):
-        offload_names("q", 3)  # type: ignore[arg-type]
+        offload(save_names("q", 3))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +254,7 @@ def test_where_asks_the_policy_only_where_the_predicate_holds():
     policy = where(rule, save_matmuls | save_names("q"))
     assert policy(info(index=0)) is SAVE and policy(info(index=1)) is RECOMPUTE
     assert policy(info(aten.sin.default, index=0)) is RECOMPUTE
-    assert where(rule, offload_matmuls)(info(index=0)) is OFFLOAD
+    assert where(rule, offload(save_matmuls))(info(index=0)) is OFFLOAD
     assert where(rule)(info(aten.sin.default, index=0)) is SAVE
 
 
@@ -280,7 +278,7 @@ MM, SIN, BMM, COS = aten.mm.default, aten.sin.default, aten.bmm.default, aten.co
         (save_every_nth(1, save_matmuls), "SSRSRS"),
         (save_every_nth(2, save_matmuls), "SRRSRR"),
         (save_every_nth(3, save_matmuls), "SRRRRS"),
-        (save_every_nth(2, offload_matmuls), "ORRORR"),
+        (save_every_nth(2, offload(save_matmuls)), "ORRORR"),
         (save_every_nth(2, save_every_nth(2, save_matmuls)), "SRRRRR"),
         (save_every_nth(2, save_matmuls) | save_ops(SIN), "SRSSRR"),
         # Combining it does not change which values it counts.
@@ -317,7 +315,7 @@ def test_by_size_and_by_cost():
 
 
 def test_offload_keeps_elsewhere_what_the_policy_saves():
-    assert offload(save_matmuls)(info()) is OFFLOAD and offload(offload_matmuls)(info()) is OFFLOAD
+    assert offload(save_matmuls)(info()) is OFFLOAD and offload(offload(save_matmuls))(info()) is OFFLOAD
     assert offload(save_matmuls)(info(aten.sin.default)) is RECOMPUTE
 
 

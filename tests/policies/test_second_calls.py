@@ -8,10 +8,10 @@ import torch
 from remat import (
     checkpoint_name,
     checkpoint_policy,
-    offload_matmuls,
-    offload_names,
+    offload,
     remat,
     save_all_but_names,
+    save_matmuls,
     save_names,
     save_weight_matmuls,
 )
@@ -36,8 +36,8 @@ def named_h(info):
 
 
 POLICIES = {
-    "offload": offload_matmuls,
-    "offload names": offload_names("h", "e"),
+    "offload": offload(save_matmuls),
+    "offload names": offload(save_names("h", "e")),
     "names": save_names("h"),
     "one of two results": save_names("highest"),
     "barred": save_all_but_names("h"),

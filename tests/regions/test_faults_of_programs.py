@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, hessian, jvp, vmap
 
-from remat import capture, checkpoint_name, offload_matmuls, remat, save_matmuls, scan_remat, while_remat
+from remat import capture, checkpoint_name, offload, remat, save_matmuls, scan_remat, while_remat
 from tests.compiled import compiled
 from tests.conftest import ambient
 from tests.helpers import LiveBytes, crossed, forget, rand, same, unseen
@@ -222,7 +222,7 @@ def test_a_fault_at_many_ops(name):
 
 @pytest.mark.slow
 def test_a_fault_at_every_op_of_what_is_offloaded():
-    check_faults("nested", offload_matmuls, ERRORS, True)
+    check_faults("nested", offload(save_matmuls), ERRORS, True)
 
 
 @pytest.mark.parametrize(("name", "error"), crossed(["scan", "by parts", "batched grad"], ERRORS))

@@ -5,13 +5,7 @@ import torch
 from torch.func import grad, vmap
 
 from remat import Decision, RematError, checkpoint_name, checkpoint_policy, remat
-from remat.policies import (
-    offload_names,
-    save_everything,
-    save_matmuls,
-    save_nothing,
-    save_ops,
-)
+from remat.policies import offload, save_everything, save_matmuls, save_names, save_nothing, save_ops
 from tests.helpers import rand, same, scalar, unseen
 
 aten = torch.ops.aten
@@ -48,10 +42,10 @@ LOOKS = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOOKS)
-@pytest.mark.parametrize("policy", [checkpoint_policy(lambda _: Decision.OFFLOAD), offload_names("h")])
+@pytest.mark.parametrize("policy", [checkpoint_policy(lambda _: Decision.OFFLOAD), offload(save_names("h"))])
 def test_an_argument_is_there_though_a_look_at_it_was_sent_away(policy, name, mode):
     """Both lie at one address: once, the argument was let go of, and gradients were wrong."""
-    if name != "named" and policy == offload_names("h"):
+    if name != "named" and policy == offload(save_names("h")):
         return
     fn = LOOKS[name]
     same(MODES[mode](remat(fn, policy=policy), X, W), MODES[mode](fn, X, W))

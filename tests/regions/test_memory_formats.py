@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import checkpoint_policy, remat, scan_remat
-from remat.policies import offload_matmuls, save_matmuls, save_nothing
+from remat.policies import offload, save_matmuls, save_nothing
 
 # Of some programs nothing can be left out.
 pytestmark = pytest.mark.filterwarnings("ignore:A budget of 0.5 is below the least")
@@ -125,7 +125,7 @@ WAYS = {
 POLICIES = {
     "nothing": save_nothing,
     "matmuls": save_matmuls,
-    "offload": offload_matmuls,
+    "offload": offload(save_matmuls),
     "budget": checkpoint_policy(budget=0.5),
 }
 

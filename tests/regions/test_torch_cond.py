@@ -4,15 +4,7 @@ import pytest
 import torch
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
-from remat import (
-    checkpoint_name,
-    checkpoint_policy,
-    offload_names,
-    remat,
-    save_matmuls,
-    save_names,
-    save_nothing,
-)
+from remat import checkpoint_name, checkpoint_policy, offload, remat, save_matmuls, save_names, save_nothing
 from tests.helpers import OpCounter, crossed, scalar
 
 W = torch.eye(3) + 0.1
@@ -39,7 +31,7 @@ def by_where(pred, true_fn, false_fn, operands):
     return torch.where(pred, true_fn(*operands), false_fn(*operands))
 
 
-POLICIES = [save_nothing, offload_names("h"), save_matmuls & ~save_names("h")]
+POLICIES = [save_nothing, offload(save_names("h")), save_matmuls & ~save_names("h")]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)

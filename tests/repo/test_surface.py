@@ -81,6 +81,11 @@ OLD = {
     "remat.plan.register_cost": ("found('x::y', lambda *a: 1) is None", "remat.register_op(op, flops=...)"),
     "remat.layers.stack_params": ("found is remat.stack_params", "remat.stack_params"),
     "remat.scan.scan_remat": ("found is remat.scan_remat", "remat.scan_remat"),
+    "remat.offload_matmuls": ("repr(found) == 'offload_matmuls'", "remat.offload(remat.save_matmuls)"),
+    "remat.offload_names": (
+        "repr(found('q')) == \"offload_names('q')\"",
+        "remat.offload(remat.save_names(...))",
+    ),
     "remat.register_ambient": ("found is remat.register_state", "remat.register_state"),
     "remat.ambient.register_ambient": ("found is remat.register_state", "remat.register_state"),
 }

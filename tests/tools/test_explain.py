@@ -15,7 +15,7 @@ from remat import (
     checkpoint_name,
     compare,
     explain,
-    offload_matmuls,
+    offload,
     remat,
     save_everything,
     save_matmuls,
@@ -153,7 +153,7 @@ def test_no_note_where_a_remat_helps():
 def test_what_is_offloaded_is_told_apart():
     x = rand(64, 8)
     h, product = FLOAT * 64 * 16, FLOAT * 64 * 8
-    saved, away = (explain(remat(block, policy=p), x, W1, W2) for p in (save_matmuls, offload_matmuls))
+    saved, away = (explain(remat(block, policy=p), x, W1, W2) for p in (save_matmuls, offload(save_matmuls)))
     assert away.host_bytes == h + product and saved.host_bytes == 0
     assert away.kept_bytes == saved.kept_bytes - away.host_bytes == 0
     assert away.held_bytes == saved.held_bytes == FLOAT * (64 * 8 + 2 * 8 * 16)
@@ -173,7 +173,7 @@ def test_what_is_offloaded_is_told_apart():
     assert (region.share, saved.now.regions[0].share) == (1.0, 1.0)
     peaks = [
         explain(loss(lambda f, p=p: remat(f, policy=p)), x, W1, W2).now.peak
-        for p in (save_nothing, offload_matmuls, save_matmuls)
+        for p in (save_nothing, offload(save_matmuls), save_matmuls)
     ]
     assert sorted(peaks) == peaks and len(set(peaks)) == 3
     # It does help: of a matmul that is kept where it is the opposite is said.
@@ -189,8 +189,8 @@ def test_what_is_offloaded_is_told_apart():
     assert "0 B kept, 6.0 KiB held, 12.0 KiB offloaded" in text
     assert sum("offloaded by policy" in line for line in text) == 2
     assert ["to", "the", "host", "and", "back", *["12.0", "KiB"] * 2] in [line.split() for line in text]
-    table = compare(block, x, W1, W2, policies=[save_matmuls, offload_matmuls])
-    assert "  offload_matmuls       0 B     0%   12.0 KiB  6.0 KiB" in str(table)
+    table = compare(block, x, W1, W2, policies=[save_matmuls, offload(save_matmuls)])
+    assert "  offload(save_matmuls)       0 B     0%   12.0 KiB  6.0 KiB" in str(table)
     assert str(saved.kept).endswith("12.0 KiB kept, 6.0 KiB held, in 5 tensors")
     assert str(away.kept).endswith("0 B kept, 6.0 KiB held, 12.0 KiB offloaded, in 5 tensors")
 

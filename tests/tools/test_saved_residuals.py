@@ -8,13 +8,14 @@ from torch.func import grad, vmap
 from remat import (
     Residual,
     checkpoint_name,
-    offload_matmuls,
-    offload_names,
+    offload,
     print_saved_residuals,
     remat,
+    save_matmuls,
+    save_names,
     saved_residuals,
 )
-from remat.policies import save_everything, save_matmuls, save_names, save_nothing
+from remat.policies import save_everything, save_nothing
 from tests.helpers import CASES, POLICIES, LiveBytes, OpCounter, crossed, leaves_of, rand
 
 aten = torch.ops.aten
@@ -198,7 +199,7 @@ def test_bytes_are_those_that_stay_alive(name, policy):
     assert nodes and inside == kept
 
 
-@pytest.mark.parametrize("policy", [save_matmuls, offload_matmuls, save_names("b")])
+@pytest.mark.parametrize("policy", [save_matmuls, offload(save_matmuls), save_names("b")])
 def test_names_are_told_whatever_kept_the_value(policy):
     def fn(x):
         b = checkpoint_name(checkpoint_name(x @ x, "b"), "c")
@@ -216,7 +217,7 @@ def test_what_is_offloaded_is_listed(under):
     def fn(x):
         return checkpoint_name(x.sin(), "z").sin().sum()
 
-    region = remat(fn, policy=offload_names("z"))
+    region = remat(fn, policy=offload(save_names("z")))
     found = saved_residuals(region if under == "backward" else torch.func.grad(region), x)
     kept = [(r.op, r.name, r.bytes, r.host) for r in found if r.why == "policy"]
     assert kept == [(aten.sin.default, "z", 24, True)] and found.host_bytes == 24
