@@ -150,6 +150,43 @@ def test_layers_that_differ_do_not(forwards, layers):
     assert forwards[2][1] is not forwards[3][1]
 
 
+def ones_like(mask, h):
+    return h * torch.ones_like(mask).to_dense()
+
+
+def filled(mask, h):
+    return h * torch.empty_like(mask).zero_().to_dense()
+
+
+def zeros_beside(mask, h):
+    return (torch.zeros_like(mask).to_dense() + h).sin() * torch.ones_like(mask).to_dense()
+
+
+class Masked(nn.Module):
+    def __init__(self, mask, fn):
+        super().__init__()
+        self.weight, self.mask, self.fn = nn.Parameter(values(4, 4)), mask, fn
+
+    def forward(self, x):
+        return self.fn(self.mask, torch.tanh(x @ self.weight)).cos() + x
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=str)
+@pytest.mark.parametrize("fn", [ones_like, filled, zeros_beside])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_buffer_where_a_layer_of_the_class_has_a_dense_one(fn, policy):
+    """(The second layer's backward raised.)"""
+    mask = values(4, 4, seed=2).relu()
+    for sparse in (mask.to_sparse_csc(), mask.to_sparse_csr()):
+        layers = [Masked(mask, fn), Masked(sparse, fn)]
+        regions = [remat(layer, policy=policy) for layer in layers]
+        for _ in range(2):
+            x = rand(4, 4, seed=3)
+            leaves = [x, *[layer.weight for layer in layers]]
+            want = layers[1](layers[0](x))
+            same(gradients(regions[1](regions[0](x)), leaves), gradients(want, leaves))
+
+
 def test_a_layer_that_goes_another_way_leaves_the_others_on_their_tape(forwards):
     layers = [Layer() for _ in range(3)]
     run(layers, save_matmuls)

@@ -275,7 +275,8 @@ class GuardMode(Recorder):
         shape, stride, dtype, device = known.meta
         if dtype is not tensor.dtype or shape != tensor.shape or device != tensor.device:
             return False
-        if stride is not None and not lies_as(tensor, known.meta):
+        dense = tensor.layout is torch.strided and not tensor.is_nested
+        if dense is (stride is None) or not lies_as(tensor, known.meta):
             return False
         if self._writes or known.root != -1 - at:
             # What is written to must share its memory with what it shared it with.
