@@ -16,7 +16,6 @@ from remat._core import Decision as Decision
 from remat._core import OpInfo as OpInfo
 from remat._deprecated import OLD, old
 from remat._inspect import Residual as Residual
-from remat._inspect import print_saved_residuals as print_saved_residuals
 from remat._inspect import saved_residuals as saved_residuals
 from remat._intermediates import capture as capture
 from remat._intermediates import capture_grads as capture_grads
@@ -86,7 +85,6 @@ __all__ = [
     "plan",
     "plan_model",
     "policies",
-    "print_saved_residuals",
     "regions",
     "register_op",
     "register_state",

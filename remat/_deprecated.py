@@ -20,7 +20,11 @@ _POLICIES = {
 _AMBIENT = {"register_ambient": ("remat.register_state", "remat")}
 # Of each module: the old name, what to write, and the module that has it, by the old name or by the new one.
 OLD: dict[str, dict[str, tuple[str, str]]] = {
-    "remat": {**_POLICIES, **_AMBIENT},
+    "remat": {
+        **_POLICIES,
+        **_AMBIENT,
+        "print_saved_residuals": ("print(remat.saved_residuals(fn, *args))", "remat._inspect"),
+    },
     "remat.policies": _POLICIES,
     "remat.plan": {"register_cost": _POLICIES["register_cost"]},
     "remat.ambient": _AMBIENT,

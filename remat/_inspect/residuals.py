@@ -176,7 +176,7 @@ def print_saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) 
 
     Example:
         >>> import torch
-        >>> from remat import print_saved_residuals
+        >>> from remat.jax_names import print_saved_residuals
         >>> print_saved_residuals(lambda x: x.sin(), torch.ones(3))
         f32[3] 12 B from the argument x
         0 B kept, 12 B held, in 1 tensors

@@ -86,6 +86,10 @@ OLD = {
         "repr(found('q')) == \"offload_names('q')\"",
         "remat.offload(remat.save_names(...))",
     ),
+    "remat.print_saved_residuals": (
+        "found is remat.jax_names.print_saved_residuals",
+        "print(remat.saved_residuals(fn, *args))",
+    ),
     "remat.register_ambient": ("found is remat.register_state", "remat.register_state"),
     "remat.ambient.register_ambient": ("found is remat.register_state", "remat.register_state"),
 }

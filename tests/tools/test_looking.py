@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from remat import compare, explain, print_saved_residuals, remat, save_matmuls, saved_residuals
+from remat import compare, explain, remat, save_matmuls, saved_residuals
 from remat.debug import assert_recomputed, recomputed
+from remat.jax_names import print_saved_residuals
 from tests.helpers import crossed
 from tests.stateful import MODULES, X, same
 

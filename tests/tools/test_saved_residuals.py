@@ -9,12 +9,12 @@ from remat import (
     Residual,
     checkpoint_name,
     offload,
-    print_saved_residuals,
     remat,
     save_matmuls,
     save_names,
     saved_residuals,
 )
+from remat.jax_names import print_saved_residuals
 from remat.policies import save_everything, save_nothing
 from tests.helpers import CASES, POLICIES, LiveBytes, OpCounter, crossed, leaves_of, rand
 
