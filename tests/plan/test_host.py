@@ -97,7 +97,7 @@ def test_equal_layers_are_traced_and_solved_once(monkeypatch):
     solved, problems, traced = [], [], []
     for name, calls in (("remat.plan.joined.front", solved), ("remat.plan.model.Graph.problem", problems)):
         counted(monkeypatch, name, calls)
-    counted(monkeypatch, "remat.plan.calls.alike.record", traced)
+    counted(monkeypatch, "remat.plan.calls.cache.record", traced)
     found = []
     for depth in (4, 8):
         stack = torch.nn.Sequential(*(GPTBlock(32, 4) for _ in range(depth)))
@@ -109,7 +109,8 @@ def test_equal_layers_are_traced_and_solved_once(monkeypatch):
         assert not any(is_fake(o) for o in gc.get_objects() if isinstance(o, torch.Tensor))
     # The first one, whose input is the model's, is a kind of its own. Each kind is solved with the window, a
     # smaller one that does no better, and without: for the last region, and to see that the host is worth it.
-    assert found == [(6, 2, 1), (12, 4, 2)]
+    # (Of equal calls some are looked at, forwards alone, once.)
+    assert found == [(6, 2, 4), (12, 4, 5)]
 
 
 @pytest.mark.parametrize("share", [0.08, 0.12, 0.2])

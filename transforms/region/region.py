@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from remat.transforms.context import ranks_met
 from remat.transforms.objects import is_module
 from remat.transforms.region.cache import CachedTrace, TraceCache, Traces, cache_of, of_kinds
 from remat.transforms.tape import Node, Tape
@@ -113,8 +114,13 @@ class Region:
         return what, self.name, self.key, self.decisions, self.preserve_rng_state, self.shares
 
     def alike(self, signature: Hashable) -> CachedTrace | None:
-        """What a call with this signature did of another region of this kind: each op is compared."""
+        """What a call with this signature did of another region of this kind: each op is compared.
+
+        Not where ranks compare what they keep: they do so in the call that records.
+        """
         if self.kind is None or self.cache.apart or self.digest is not None:
+            return None
+        if self.ranks is not None and ranks_met():
             return None
         return of_kinds.get((self.kind, signature))
 
