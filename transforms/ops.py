@@ -245,6 +245,17 @@ def storage(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
+def place(tensor: torch.Tensor) -> int:
+    """As `storage`, and what an alias that NumPy has made of the same memory has in common with it."""
+    try:
+        with functions_as_they_are():
+            memory = tensor.untyped_storage()
+            # (Those of fake tensors are on the meta device, and warn where they are asked.)
+            return (0 if memory.device.type == "meta" else memory.data_ptr()) or memory._cdata
+    except (NotImplementedError, RuntimeError):
+        return storage(tensor)
+
+
 def memory_of(tensor: torch.Tensor, values: bool = False) -> torch.UntypedStorage | None:
     """The storage object of a tensor, or of a sparse one's `values`, which lives as long as its memory."""
     sparse = tensor.layout is not torch.strided or tensor.is_nested

@@ -19,8 +19,8 @@ from remat.transforms.ops import (
     is_shape_arithmetic,
     lies_as,
     memory_of,
+    place,
     relaid,
-    storage,
     tensors_in,
     traits,
 )
@@ -75,7 +75,7 @@ class GuardMode(Recorder):
 
     # In slots, as Python looks them up faster than so many entries of a dict.
     __slots__ = (
-        "_entered", "_kept_in", "_keys", "_memory", "_table", "_writes", "alive", "at", "casts",
+        "_entered", "_kept_in", "_keys", "_memory", "_places", "_table", "_writes", "alive", "at", "casts",
         "checks", "decisions", "digest", "expected", "expected_kept", "held", "keeps_decisions", "kept",
         "kept_bytes", "leaving", "make_selector", "moved", "named", "outer", "outside", "packs",
         "random", "selector", "shown", "sizes", "snapshots", "tape", "there",
@@ -103,7 +103,7 @@ class GuardMode(Recorder):
         self.keeps_decisions, self.decisions, self.leaving = decisions, None, leaving
         self.at = self.packs = self.named = 0
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
-        self.shown, self.outer, self._memory, self._kept_in = {}, {}, {}, {}
+        self.shown, self.outer, self._memory, self._places, self._kept_in = {}, {}, {}, {}, {}
         self.selector, self.digest, self.kept_bytes, self.moved, self.sizes = None, None, 0, set(), {}
         self.checks = expected.checks or _prepared(expected)
         # Whether memory from outside is written to; memories of what `outside` lists.
@@ -281,8 +281,12 @@ class GuardMode(Recorder):
         if self._writes or known.root != -1 - at:
             # What is written to must share its memory with what it shared it with.
             keys = self._keys
-            keys += map(storage, (*self.outside[len(keys) :], tensor))
-            if -1 - keys.index(keys[at]) != known.root:
+            keys += map(place, (*self.outside[len(keys) :], tensor))
+            first = keys.index(keys[at])
+            # (Memory may have been freed, and others lie there now.)
+            if first < at and place(self.outside[first]) != keys[at]:
+                first = at
+            if -1 - first != known.root:
                 return False
         self.there[-1 - at] = _weak(tensor)
         self.outside.append(tensor)
@@ -381,7 +385,8 @@ class GuardMode(Recorder):
         quiet(self.leaving)
         tape = expected.prefix(count, self.packs, self.named)
         # How values lie may be what made it leave the tape, and who shares memory may not have been asked.
-        keys = [storage(tensor) for tensor in self.outside]
+        keys = [place(tensor) for tensor in self.outside]
+        self._places = {key: keys.index(key) for key in keys}
         tape.outside = [
             Outside(relaid(known.meta, tensor), -1 - keys.index(key))
             for tensor, known, key in zip(self.outside, expected.outside, keys, strict=False)

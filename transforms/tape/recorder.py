@@ -37,6 +37,7 @@ from remat.transforms.ops import (
     is_shape_arithmetic,
     memory_of,
     metadata,
+    place,
     read_by,
     storage,
     targets,
@@ -131,6 +132,7 @@ class Recorder(Verdicts):
         self._numbers = ValueNumbering()
         # Living memories by the ids of their storage objects: where they come from, and a value in them.
         self._memory: dict[int, tuple[Any, int, int, Any]] = {}
+        self._places: dict[int, int] = {}  # where memories from outside begin: which tensor came first
         self._kept_in: dict[int, list[int]] = {}
         self._begin(inputs)
 
@@ -352,6 +354,11 @@ class Recorder(Verdicts):
         if self._numbers.of(tensor) is None:
             self._numbers.add(tensor, number)
         known = self._known(memory := memory_of(tensor))
+        if known is None and memory is not None:
+            first = self._places.setdefault(spot := place(tensor), -1 - number)
+            if first != -1 - number and place(other := self.outside[first]) == spot:
+                # NumPy has made a storage of its own around this memory. No later call is held against this.
+                known, self.tape.cacheable = self._known(memory_of(other)), False
         root = known[1] if known is not None and known[1] < 0 else number
         self.tape.outside.append(Outside(metadata(tensor), root))
         if on_scratch() and (now := scratch_around(storage(tensor))):

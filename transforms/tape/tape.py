@@ -24,6 +24,7 @@ from remat.transforms.ops import (
     memory_of,
     metas,
     numel,
+    place,
     relaid,
     storage,
     tensors_in,
@@ -185,7 +186,7 @@ class Tape:
     def shares_alike(self, arguments: Sequence[torch.Tensor]) -> bool:
         """Whether arguments share memory among themselves as those of this run did."""
         first: dict[int, int] = {}
-        roots = [first.setdefault(storage(tensor), -1 - at) for at, tensor in enumerate(arguments)]
+        roots = [first.setdefault(place(tensor), -1 - at) for at, tensor in enumerate(arguments)]
         return roots == [known.root for known in self.outside[: self.arguments]]
 
     def prefix(self, count: int, packed: int, names: int) -> Tape:
