@@ -7,7 +7,7 @@ import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import checkpoint_policy, remat, save_matmuls, save_nothing, save_ops, scan_remat, while_remat
-from tests.helpers import crossed, rand
+from tests.helpers import crossed, rand, sparse
 
 POLICIES = [save_nothing, save_matmuls]
 
@@ -200,7 +200,7 @@ def without(times, step, x):
     return x if times else x.sin()
 
 
-@pytest.mark.parametrize(("nest", "way", "made_inside"), crossed(NESTS, WAYS | THIRD, [False, True]))
+@pytest.mark.parametrize(("nest", "way", "made_inside"), sparse(crossed(NESTS, WAYS | THIRD, [False, True])))
 def test_nests_over_weights_that_require_gradients(nest, way, made_inside):
     """Below the levels plain autograd records nothing, however deep."""
     w, (nested, times), run = W.clone().requires_grad_(), NESTS[nest], (WAYS | THIRD)[way]

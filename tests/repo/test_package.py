@@ -147,6 +147,7 @@ LATER = ("remat.plan", "remat.cli", "remat.debug", "remat.interop", "remat.gpu",
 LATER += ("scipy", "networkx", "rich", "tyro", "matplotlib", "jax", "transformers")
 
 
+@pytest.mark.slow
 def test_planner_and_reports_are_loaded_when_they_are_used() -> None:
     new = loaded()[STEP] - loaded()["pass"]
     assert not [name for name in new if any(inside(later, name) for later in LATER)]
