@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.common.records import RESULTS
+from benchmarks.overhead import ALTERNATING, MODE, OVER
 from benchmarks.suite import card, graph_tables, tables
 from benchmarks.suite.loaded import Results
 
@@ -98,32 +99,33 @@ def filled(content: str, name: str, text: str) -> str:
     return content
 
 
-def headline(results: Results, cpu: dict[str, float]) -> str:
+def headline(results: Results, cpu: dict[Any, float]) -> str:
     """README's table."""
     panel = next((p for p in results.panels() if p.rows[0].engine == "compiled"), None) or results.panels()[0]
     parts = [f"{panel.title}. {results.sentence(panel)}", tables.panel_table(panel)]
     if cpu:
+        mixed = cpu["save_nothing", ALTERNATING] / cpu["torch_checkpoint", ALTERNATING]
         parts += [
             "Bookkeeping of a region in eager, in CPU time over no remat (`python -m benchmarks.overhead`): "
             "`save_nothing` takes "
-            f"{cpu['save_nothing'] / cpu['torch_checkpoint']:.2f} of torch checkpoint's, "
+            f"{cpu['save_nothing'] / cpu['torch_checkpoint']:.2f} of torch checkpoint's in turns of equal "
+            f"steps, {mixed:.2f} in alternating ones; "
             f"`save_matmuls` {cpu['save_matmuls'] / cpu['torch_sac']:.2f} of torch SAC's."
         ]
     return "\n".join(f"{part.rstrip()}\n" for part in parts)
 
 
-def overheads(folder: Path) -> dict[str, float]:
-    """CPU time of a block over no remat by row, from overhead.csv; empty where there is none."""
+def overheads(folder: Path) -> dict[Any, float]:
+    """CPU time of a block over no remat by row, and by (row, "alternating"), from overhead.csv; empty where
+    there is none."""
     path = folder / "overhead.csv"
     if not path.exists():
         return {}
     with path.open(newline="") as file:
-        rows = [
-            row
-            for row in csv.DictReader(file)
-            if (row["mode"], row["metric"]) == ("backward", "overhead per block")
-        ]
-    return {row["policy"]: float(row["value"]) for row in rows}
+        rows = [row for row in csv.DictReader(file) if row["mode"] == MODE]
+    found: dict[Any, float] = {r["policy"]: float(r["value"]) for r in rows if r["metric"] == OVER}
+    turns = [row for row in rows if row["metric"] == f"{OVER}, {ALTERNATING}"]
+    return found | {(row["policy"], ALTERNATING): float(row["value"]) for row in turns}
 
 
 def counted(folder: Path) -> dict[tuple[str, str], float]:
