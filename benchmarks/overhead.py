@@ -117,6 +117,8 @@ class Overhead:
     """Interleaved rounds in a process, after the warm-up."""
     steps: int = 3
     """Steps of a turn that count."""
+    kinds: tuple[str, ...] = KINDS
+    """Other ways to write and to call blocks."""
     save: bool = True
     """Write results/overhead.csv."""
 
@@ -133,7 +135,7 @@ class Overhead:
         """The rounds of one process: CPU seconds of a step of each row, in both kinds of turns."""
         torch.set_num_threads(1)
         rounds = [Taken() for _ in range(self.rounds)]
-        for kind in (MODE, *KINDS):
+        for kind in (MODE, *self.kinds):
             steps: dict[tuple[str, ...], Callable[[], None]] = {
                 (kind, row.name): self.step(kind, row) for of, row in self.rows() if of == kind
             }
@@ -149,7 +151,10 @@ class Overhead:
         """Each with what blocks it runs."""
         named = rows(("none", "torch_checkpoint", "torch_sac", "save_nothing", "save_matmuls"))
         few = [*named[:2], *named[3:], row(BUDGET)]
-        return [*[(MODE, r) for r in (*named[:3], PEER, *few[2:])], *[(k, r) for k in KINDS for r in few]]
+        return [
+            *[(MODE, r) for r in (*named[:3], PEER, *few[2:])],
+            *[(k, r) for k in self.kinds for r in few],
+        ]
 
     def step(self, kind: str, row: Row) -> Callable[[], None]:
         """Forward and backward through blocks of its own, wrapped once as a model would."""

@@ -45,7 +45,7 @@ def records(case: Case, deadline: Deadline) -> Iterator[Measured]:
     processes = 3 if rounds > 10 else 2 if rounds > 5 else 1
     known: dict[str, Callable[[], list[Record]]] = {
         "memory": Memory(width=128, batch=1024).run,
-        "overhead": Overhead(processes=processes, rounds=rounds // processes).run,
+        "overhead": Overhead(processes=processes, rounds=rounds // processes, kinds=()).run,
     }
     for record in known[case.model]():
         row = replace(Measured.of(case), mode=record.mode, peer=record.policy, metric=record.metric)
@@ -57,10 +57,10 @@ def records(case: Case, deadline: Deadline) -> Iterator[Measured]:
 
 def per_op(row: Measured) -> Measured:
     """The overhead of a block shared out among the ops of its forward."""
-    from benchmarks.overhead import Overhead
+    from benchmarks.overhead import Block
 
     with Work() as work, torch.no_grad():
-        Overhead(depth=1).blocks()[0](torch.randn(2, 8, 16))
+        Block(16, heads=2)(torch.randn(2, 8, 16))
     shared = {key: getattr(row, key) / work.ops.total() for key in ("value", "p20", "p50", "p80")}
     return replace(row, metric="overhead per op", **shared)
 
