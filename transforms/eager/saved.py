@@ -274,9 +274,14 @@ def _ended(passed: list[Any], task: int) -> None:
 
 
 def resumed(frame: Any, task: int, at: int) -> bool:
-    """Whether value `at` has outlived its pass and may be read in another: nobody wrote to its memory."""
-    if frame.task != RESTING or task == -1 or at not in frame.values:
+    """Whether value `at` has outlived its pass and may be read in another: nobody wrote to its memory.
+
+    Or that pass goes on, and a node of it differentiates (implicit layers): inner passes read the same values.
+    """
+    if frame.task == -1 or task == -1 or at not in frame.values:
         return False
+    if frame.task != RESTING:
+        return frame.rests(at, frame.values[at])
     kept: list[Any] = []
     for value in frame.kept.values():
         map_tensors(kept.append, value)
