@@ -250,10 +250,18 @@ def place(tensor: torch.Tensor) -> int:
     try:
         with functions_as_they_are():
             memory = tensor.untyped_storage()
-            # (Those of fake tensors are on the meta device, and warn where they are asked.)
-            return (0 if memory.device.type == "meta" else memory.data_ptr()) or memory._cdata
     except (NotImplementedError, RuntimeError):
-        return storage(tensor)
+        return id(tensor)
+    return address(memory) or memory._cdata
+
+
+def address(memory: torch.UntypedStorage) -> int | None:
+    """Where a memory begins; None where there is none, as of meta tensors and of zeros known to torch."""
+    try:
+        # (Those of fake tensors are on the meta device, and warn where they are asked.)
+        return None if memory.device.type == "meta" else memory.data_ptr() or None
+    except RuntimeError:
+        return None
 
 
 def memory_of(tensor: torch.Tensor, values: bool = False) -> torch.UntypedStorage | None:

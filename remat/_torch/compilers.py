@@ -76,9 +76,6 @@ def bypassing_wrapper() -> Callable[..., Any]:
     return dynamo_bypassing_wrapper
 
 
-# Functions of Dynamo's graphs that take the number of a functorch level, and at which position.
-
-
 def partitioner_choice(
     module: torch.fx.GraphModule, results: int, held: list[int], budget: float, solver: str
 ) -> list[str]:

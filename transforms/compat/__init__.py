@@ -13,7 +13,6 @@ from remat.transforms.compat.ambient import (
     functions_as_they_are,  # a context without torch-function modes
     functions_off,  # that state where they do not
     is_strided,  # whether `value` is a tensor with one block of memory behind it
-    module_hooks,  # the tables of the hooks that run for every module
     modules_watched,  # whether any global module hook is set
     ordinary,  # tensors of the same memories that were not made in inference mode
     outside_inference,  # whether ops here are not those of inference mode

@@ -27,6 +27,7 @@ from remat.transforms.compat.autograd import (
     note_dual_level,
 )
 
+# Functions of Dynamo's graphs that take the number of a functorch level, and at which position.
 _LEVEL_ARGUMENTS = {
     "_wrap_for_grad": 1,
     "_unwrap_for_grad": 1,

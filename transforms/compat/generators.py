@@ -56,8 +56,8 @@ class Cursor:
         self.start, self.turns, self.words = weakref.ref(start), 0, words
         self.twister = None if last is None else last.twister  # (a new one would seed itself)
 
-    def turn(self, turns: int) -> bool:
-        """Go on by so many turns; whether there were any."""
+    def turn(self, turns: int) -> None:
+        """Go on by so many turns."""
         if turns:
             if not self.turns:
                 self.twister = self.twister or random.Random(0)
@@ -65,7 +65,6 @@ class Cursor:
             assert self.twister is not None
             self.twister.getrandbits(32 * 624 * turns)
             self.turns, self.words = self.turns + turns, b""
-        return bool(turns)
 
     def now(self) -> bytes:
         """The words here."""
@@ -157,8 +156,11 @@ def _reaches(cursor: Cursor, words: bytes) -> bool:
     """Whether these words come next in the run, by few turns."""
     if cursor.is_at(words):
         return True
-    turns = min(_NEXT, _MOST - cursor.turns)
-    return any(cursor.turn(1) and cursor.is_at(words) for _ in range(turns))
+    for _ in range(min(_NEXT, _MOST - cursor.turns)):
+        cursor.turn(1)
+        if cursor.is_at(words):
+            return True
+    return False
 
 
 def _words_of(state: CompactState) -> bytes:

@@ -400,8 +400,11 @@ class Frame(Packer):
         self.task = task
         with below_levels() if in_transform() else _NOTHING:
             self._run(at)
-        counting = [(at, value) for at, value in self.values.items() if not value.is_inference()]
-        self.versions = {at: made for at, value in counting if (made := value._version)}
+        self.versions = {
+            at: made
+            for at, value in self.values.items()
+            if not value.is_inference() and (made := value._version)
+        }
         noted(self, task)
 
     def _run(self, at: int) -> None:

@@ -25,7 +25,6 @@ from remat.transforms.state.ambient import (
 from remat.transforms.state.function_modes import (
     Called,  # a function of the user's, whose torch functions ask modes as where it was called
     under_levels,  # whether the user's code at hand was called at a level of torch.func
-    user_modes,  # the user's torch-function modes that are on, and the default device
     users_aside,  # the engine works, and asks none of them
 )
 from remat.transforms.state.functional_rng import (

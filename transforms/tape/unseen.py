@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import memory_is_real
-from remat.transforms.ops import memory_of, traits
+from remat.transforms.ops import address, memory_of, traits
 
 # Torch's own ops that do not read what they write into, either, and may leave a part of it as it is.
 _FILL_PARTS = frozenset(
@@ -69,21 +69,13 @@ def memory_around(known: Iterable[Any], tensor: torch.Tensor) -> tuple[Any, int]
     memory = memory_of(tensor)
     if memory is None or type(tensor) is not torch.Tensor or not tensor.numel() or not memory_is_real():
         return None, 0
-    if (first := _address(memory)) is None:
+    if (first := address(memory)) is None:
         return None, 0
     first += int(tensor.storage_offset()) * tensor.element_size()
     for entry in known:
         there = entry[0]() if entry[1] >= 0 else None
-        if there is None or there.device != memory.device or (start := _address(there)) is None:
+        if there is None or there.device != memory.device or (start := address(there)) is None:
             continue
         if start <= first < start + there.nbytes():
             return entry, (first - start) // tensor.element_size()
     return None, 0
-
-
-def _address(memory: Any) -> int | None:
-    """Where a memory begins; None where there is none, as of meta tensors and of zeros known to torch."""
-    try:
-        return memory.data_ptr() or None
-    except RuntimeError:
-        return None
