@@ -276,7 +276,7 @@ def _ended(passed: list[Any], task: int) -> None:
 def resumed(frame: Any, task: int, at: int) -> bool:
     """Whether value `at` has outlived its pass and may be read in another: nobody wrote to its memory.
 
-    Or that pass goes on, and a node of it differentiates (implicit layers): inner passes read the same values.
+    Or that pass goes on, and a node of it differentiates (implicit layers): inner passes read what it made.
     """
     if frame.task == -1 or task == -1 or at not in frame.values:
         return False
