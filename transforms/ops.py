@@ -230,6 +230,12 @@ def targets(facts: Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
             yield from tensors_in(args[where])
 
 
+def updates(facts: Traits, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a call reads only to write it anew: the running statistics of a batch norm that trains."""
+    trains = facts.conditional is not None and args[facts.conditional]
+    return tuple([args[int(at)] for at in facts.writes]) if trains else ()
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """The version counter of a tensor; inference tensors keep none."""
     return 0 if tensor.is_inference() else tensor._version

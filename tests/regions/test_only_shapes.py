@@ -1,8 +1,11 @@
 """Values that autograd saves for their shape alone: nothing is kept or run again for them."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat, save_nothing, save_ops, saved_residuals
@@ -215,3 +218,57 @@ def test_a_function_of_the_users_that_saves_what_a_pooling_reads():
 def test_torchs_own_samples(name):
     found = [(node, dtype, ok) for node, _, dtype, ok in only_shapes.table(name) if node in PROGRAMS]
     assert found and all(ok for *_, ok in found)
+
+
+class Ran(TorchDispatchMode):
+    """Of the batch norms that run whether they are given running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.statistics = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is aten.native_batch_norm.default:
+            self.statistics.append(args[3] is not None)
+        return func(*args, **(kwargs or {}))
+
+
+class Norms(nn.Module):
+    """Two layers of one norm, and a sine in front of each."""
+
+    def __init__(self, read=False, **options):
+        super().__init__()
+        self.read, self.norm = read, nn.BatchNorm1d(8, **options)
+
+    def forward(self, x):
+        mean = self.norm.running_mean
+        assert mean is not None
+        for _ in range(2):
+            before = mean.clone() if self.read == "before" else 0
+            x = self.norm(x.sin())
+            after = mean * 2 if self.read == "after" else 0
+            x = x.square() * (1 + before + after)
+        return x
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}])
+@pytest.mark.parametrize("read", [False, "before", "after"])
+def test_running_statistics_are_neither_held_nor_written_again(read, options):
+    """A batch norm that trains reads them to update them alone. Where others read them they are held."""
+    torch.manual_seed(0)
+    plain, x = Norms(read, **options), torch.randn(4, 8, requires_grad=True)
+    other = copy.deepcopy(plain)
+    region = remat(other)
+    held = {saved.path for saved in saved_residuals(region, x)}
+    assert ("norm.running_mean" in held) == bool(read)
+    for _ in range(3):
+        right, out = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()]), region(x)
+        with Ran() as norms:
+            found = torch.autograd.grad(out.square().sum(), [x, *other.parameters()])
+        assert all(map(torch.equal, found, right))
+        assert norms.statistics == [bool(read)] * 2
+        assert all(map(torch.equal, other.buffers(), plain.buffers()))
+    second = torch.autograd.functional.hvp(lambda x: region(x).square().sum(), x, torch.ones_like(x))[1]
+    torch.testing.assert_close(
+        second, torch.autograd.functional.hvp(lambda x: plain(x).square().sum(), x, torch.ones_like(x))[1]
+    )

@@ -20,10 +20,10 @@ import torch
 from remat.transforms.compat import direct_call, outside_all_modes, set_grad_enabled
 from remat.transforms.context import active, quiet
 from remat.transforms.errors import RematError, not_repeated
-from remat.transforms.ops import tensors_in, traits
+from remat.transforms.ops import tensors_in, traits, updates
 from remat.transforms.placeholders import Meta
 from remat.transforms.tape.snapshots import handed_out
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Ref, Tape, refs_in
+from remat.transforms.tape.tape import KEPT, RUN, SKIP, Needs, Node, Ref, Tape, refs_in
 
 Values = dict[int, Any]
 _at = attrgetter("at")
@@ -91,7 +91,11 @@ class Program:
 
     def __init__(self, tape: Tape, needs: Needs, wanted: Sequence[int]) -> None:
         self.tape, self.copied = tape, needs.copied
-        self.steps = [_step(tape, needs, at) for at, action in enumerate(needs.actions) if action != SKIP]
+        runs = [at for at, action in enumerate(needs.actions) if action == RUN]
+        unread = _unread(tape, runs, wanted)
+        self.steps = [
+            _step(tape, needs, at, unread) for at, action in enumerate(needs.actions) if action != SKIP
+        ]
         self.kept = dict.fromkeys([step.at for step in self.steps if step.call is None])
         self.draws = any(step.draws for step in self.steps)
         self.direct, self._wanted = tape.direct(), wanted
@@ -224,7 +228,18 @@ def call_of(node: Node) -> Callable[..., Any]:
     return direct_call(node.op, len(list(first)))
 
 
-def _step(tape: Tape, needs: Needs, at: int) -> Step:
+def _unread(tape: Tape, runs: Iterable[int], wanted: Iterable[int]) -> set[int]:
+    """The memories that the ops which run do no more than bring up to date: others bring them in vain."""
+    nodes = [tape.nodes[at] for at in runs]
+    updated = [updates(traits(node.op), node.args) for node in nodes]
+    found = {tape.root_of(n) for numbers in updated for n in numbers if type(n) is Ref}
+    if not found:
+        return found
+    read = (n for node, own in zip(nodes, updated, strict=True) for n in node.reads() if n not in own)
+    return found.difference(map(tape.root_of, (*read, *[tape.packed[place][0] for place in wanted])))
+
+
+def _step(tape: Tape, needs: Needs, at: int, unread: set[int]) -> Step:
     node, step = tape.nodes[at], Step()
     step.at, step.before, step.after, step.gone = at, (), (), ()
     end = tape.nodes[at + 1].first if at + 1 < len(tape.nodes) else len(tape.makers)
@@ -237,6 +252,8 @@ def _step(tape: Tape, needs: Needs, at: int) -> Step:
         step.draws = False
         return step
     step.call, step.args, step.kwargs = call_of(node), node.args, node.kwargs
+    if unread.issuperset(node.written) and (own := updates(traits(node.op), node.args)):
+        step.args = tuple([None if type(arg) is Ref and arg in own else arg for arg in node.args])
     if traits(node.op).changes_shape:
         step.call = functools.partial(_on_alias, step.call)
     if node.shape_only:

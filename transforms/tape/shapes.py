@@ -15,7 +15,7 @@ import torch
 
 from remat.transforms.compat import dual_level_open, memory_is_real
 from remat.transforms.context import node_of
-from remat.transforms.ops import traits
+from remat.transforms.ops import traits, updates
 from remat.transforms.placeholders import Meta
 from remat.transforms.tape.tape import Tape, nodes_behind
 
@@ -52,6 +52,8 @@ NODES = {
     "TakeBackward0": "take",
 }
 _OPS = frozenset(NODES.values())
+_NORM = "NativeBatchNormBackward0"
+_SAVING = _OPS | {"native_batch_norm"}
 
 
 def read_for_shape(tape: Tape, outs: Sequence[torch.Tensor], start: int) -> frozenset[int]:
@@ -59,10 +61,30 @@ def read_for_shape(tape: Tape, outs: Sequence[torch.Tensor], start: int) -> froz
 
     `start`: the number of the first node.
     """
-    if not (any([traits(node.op).name in _OPS for node in tape.nodes]) and memory_is_real()):
+    if not (any([traits(node.op).name in _SAVING for node in tape.nodes]) and memory_is_real()):
         return frozenset()
     saved = [(owner, tape.meta_of(tape.packed[at][0])) for at, owner in enumerate(tape.owners)]
-    return shapes_read([node.op for node in tape.nodes], outs, start, saved)
+    ops = [node.op for node in tape.nodes]
+    return shapes_read(ops, outs, start, saved) | _statistics(tape, outs, start, saved)
+
+
+def _statistics(
+    tape: Tape, outs: Sequence[torch.Tensor], start: int, saved: Sequence[tuple[int | None, Meta]]
+) -> frozenset[int]:
+    """The running statistics that batch norms save which train: no derivative of them reads those."""
+    found = [
+        place
+        for place, (number, at) in enumerate(tape.packed)
+        if at < len(tape.nodes) and number in updates(traits((node := tape.nodes[at]).op), node.args)
+    ]
+    if not (_SHOWN and found):
+        return frozenset()
+    norms = {
+        node._sequence_nr() - start
+        for node in nodes_behind([node_of(t) for t in outs], start)
+        if type(node).__name__ == _NORM
+    }
+    return frozenset([place for place in found if saved[place][0] in norms and _is_shown(saved[place][1])])
 
 
 def shapes_read(
