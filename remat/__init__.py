@@ -43,6 +43,7 @@ from remat.policies import save_every_nth as save_every_nth
 from remat.policies import save_everything as save_everything
 from remat.policies import save_larger_than as save_larger_than
 from remat.policies import save_matmuls as save_matmuls
+from remat.policies import save_modules as save_modules
 from remat.policies import save_names as save_names
 from remat.policies import save_nothing as save_nothing
 from remat.policies import save_ops as save_ops
@@ -51,7 +52,7 @@ from remat.transforms import RematError as RematError
 from remat.transforms.region import is_recomputing as is_recomputing
 
 if TYPE_CHECKING:
-    from remat import debug, gpu, interop, plan, policies, schedules, transforms
+    from remat import debug, gpu, interop, plan, policies, presets, schedules, transforms
     from remat import nn as nn
     from remat._fit import fit
     from remat._inspect.report import compare, explain
@@ -85,6 +86,7 @@ __all__ = [
     "plan",
     "plan_model",
     "policies",
+    "presets",
     "regions",
     "register_op",
     "register_state",
@@ -98,6 +100,7 @@ __all__ = [
     "save_everything",
     "save_larger_than",
     "save_matmuls",
+    "save_modules",
     "save_names",
     "save_nothing",
     "save_ops",
@@ -118,7 +121,7 @@ _LATER = {
     **dict.fromkeys(("pareto", "plan_model"), "remat.plan"),
     "fit": "remat._fit",
 }
-_ROOMS = ("debug", "gpu", "interop", "jax_names", "layers", "nn", "plan")
+_ROOMS = ("debug", "gpu", "interop", "jax_names", "layers", "nn", "plan", "presets")
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,7 @@ from remat.policies import (
     Policy,
     PolicyError,
     PolicyLike,
+    RuleOfModules,
     as_policy,
     makes_policies,
     policy_given,
@@ -245,11 +246,13 @@ def _names(value: str | Iterable[str]) -> frozenset[str]:
 
 
 @overload
-def checkpoint_policy(rule: Callable[[OpInfo], Decision | bool], *, stateful: bool = ...) -> Policy: ...
+def checkpoint_policy(
+    rule: Callable[[OpInfo], Decision | bool], *, stateful: bool = ..., modules: bool = ...
+) -> Policy: ...
 
 
 @overload
-def checkpoint_policy(rule: PolicyLike | str, *, stateful: bool = ...) -> Policy: ...
+def checkpoint_policy(rule: PolicyLike | str, *, stateful: bool = ..., modules: bool = ...) -> Policy: ...
 
 
 @overload
@@ -271,6 +274,7 @@ def checkpoint_policy(
     cost: str | CostModel = "roofline",
     device: Any = None,
     stateful: bool = False,
+    modules: bool = False,
 ) -> Policy:
     """Make a policy value.
 
@@ -287,6 +291,8 @@ def checkpoint_policy(
         device: with these two, the device whose speed is meant; None means the one the tensors are on.
         stateful: with a function whose answers change from call to call: ask it in every forward. Otherwise a
             forward with the same ops as an earlier one has the verdicts of that one.
+        modules: with a function that reads `info.module`, the path of the module that runs the op. In regions
+            of functions it is asked in every forward then; in regions of modules as without.
 
     Returns:
         A policy; with `budget` or `peak` a `remat.plan.BudgetPolicy`, whose `plan(fn, *args)` tells the plan.
@@ -311,14 +317,15 @@ def checkpoint_policy(
     if rule is None:
         return _from_budget(budget, peak, cost, device)
     made = save_names(rule) if isinstance(rule, str) else as_policy(rule)
-    if not stateful:
+    if not (stateful or modules):
         return made
     if not isinstance(made, FromCallable):
+        what, says = ("stateful", "asks_again") if stateful else ("modules", "needs_modules")
         raise PolicyError(
-            f"checkpoint_policy({rule!r}, stateful=True): only a function can change its mind. A policy of "
-            "your own says so by the class attribute asks_again = True."
+            f"checkpoint_policy({rule!r}, {what}=True): only a function is asked more. A policy of "
+            f"your own says so by the class attribute {says} = True."
         )
-    return FromCallable(made.rule, stateful=True)
+    return RuleOfModules(made.rule, stateful) if modules else FromCallable(made.rule, stateful=True)
 
 
 def _from_budget(

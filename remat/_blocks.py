@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from remat._core import fits, starred
 from remat.transforms import RematError
 
 Layers = (
@@ -98,8 +98,7 @@ class Asked:
 def _fits(one: str | type, name: str, module: torch.nn.Module) -> bool:
     if isinstance(one, type):
         return isinstance(module, one)
-    # With a dot in front "*.layers.*" fits the layers of a model that is not inside another.
-    return bool(name) and (fnmatch.fnmatchcase(name, one) or fnmatch.fnmatchcase(f".{name}", one))
+    return fits(one, name)
 
 
 def fitting(model: torch.nn.Module, layers: Layers, who: str = "remat.nn.apply") -> list[str]:
@@ -273,11 +272,6 @@ def largest_class(model: torch.nn.Module) -> list[str]:
 # -- what is said where nothing fits ---------------------------------------------------------------------
 
 
-def _starred(name: str) -> str:
-    """A name as a pattern: every number in it may be another one."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
 def _patterns(model: torch.nn.Module, lists: Iterable[str]) -> list[str]:
     """Patterns for what lists hold that is called."""
     found: dict[str, None] = {}
@@ -285,7 +279,7 @@ def _patterns(model: torch.nn.Module, lists: Iterable[str]) -> list[str]:
         for part, child in model.get_submodule(name)._modules.items():
             inner = f"{name}.{part}" if name else part
             if child is not None and _is_called(child):
-                found[f"{_starred(name)}.*" if name else "*"] = None
+                found[f"{starred(name)}.*" if name else "*"] = None
             elif child is not None:
                 found |= dict.fromkeys(_patterns(model, [inner]))
     return list(found)

@@ -36,6 +36,10 @@ from remat._core.opinfo import (
     TensorMeta,  # a tensor without its data
     describe,  # `tree` with every tensor replaced by its `TensorMeta`
 )
+from remat._core.patterns import (
+    fits,  # whether a pattern means the module of a name
+    starred,  # a name as a pattern for all of its kind
+)
 from remat._core.reach import (
     Reach,  # what a function can reach, as it was before a look at it
     isolating,  # leave modules in reach, random streams and switches as they are

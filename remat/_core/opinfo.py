@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import map_only, metadata
+from remat.transforms import RematError, map_only, metadata
 
 
 class Decision(enum.Enum):
@@ -90,6 +90,8 @@ class OpInfo:
         index: position of the op in the region, from 0.
         region: the region's name.
         call: the torch function the user wrote, with sizes per example, or None where not known.
+        module: the path of the `nn.Module` that runs the op, "" for none. Only for policies that ask for it:
+            a rule does by `checkpoint_policy(rule, modules=True)`, a class by `needs_modules = True`.
 
     Example:
         >>> import torch
@@ -112,6 +114,21 @@ class OpInfo:
     index: int = 0
     region: str = ""
     call: Call | None = field(default=None, repr=False)
+    _module: str | None = field(default=None, repr=False)
+
+    @property
+    def module(self) -> str:
+        """The path of the module that runs the op, from the outermost module around it that holds it.
+
+        Raises:
+            RematError: the policy does not ask for modules.
+        """
+        if self._module is None:
+            raise RematError(
+                "info.module is for policies that ask for it, as to find it takes a while: write "
+                "checkpoint_policy(rule, modules=True), or needs_modules = True in a class of policies."
+            )
+        return self._module
 
     @property
     def bytes(self) -> int:

@@ -41,3 +41,7 @@ from remat._torch.looks import (
     backwards_watched,  # run what Python starts as a backward, and be told of storages that get another size
     resize_storage,  # give a storage another size, which nobody is told of
 )
+from remat._torch.modules import (
+    module_path,  # the path of the module that runs, or is about to
+    paths_of,  # the paths of the modules that a graph's nodes come from
+)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from remat._torch.modules import CALL, CALLED, running
+
 
 @contextlib.contextmanager
 def fake_mesh(sizes: Mapping[str, int]) -> Iterator[Any]:
@@ -48,20 +50,6 @@ def world_store() -> tuple[Any, int] | None:
     return None if store is None else (store, c10d.get_rank())
 
 
-# Every call of a module runs these; while a compiler traces it only the first one has a frame.
-_CALLED, _CALL = torch.nn.Module._wrapped_call_impl.__code__, torch.nn.Module._call_impl.__code__
-
-
-def _running(code: Any) -> list[torch.nn.Module]:
-    """The modules that run, the innermost one first."""
-    running, frame = [], sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is code:
-            running.append(frame.f_locals["self"])
-        frame = frame.f_back
-    return running
-
-
 def wrapped_in(
     known: Container[torch.nn.Module], quiet: Callable[..., Any]
 ) -> tuple[torch.nn.Module, str, list[int]] | None:
@@ -73,13 +61,13 @@ def wrapped_in(
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
         return None
-    running = _running(_CALL)
-    for root in reversed(running):
+    modules = running(CALL)
+    for root in reversed(modules):
         if root in known:
             return None
         if ranks := _ranks_of(root, c10d, quiet):
             names = {id(module): name for name, module in root.named_modules()}
-            return root, next(names[id(module)] for module in running if id(module) in names), ranks
+            return root, next(names[id(module)] for module in modules if id(module) in names), ranks
     return None
 
 
@@ -135,7 +123,7 @@ def data_parallel() -> dict[str, Any]:
     Only what can be seen, nothing where there is no wrapper.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    for module in _running(_CALLED) if c10d is not None and c10d.is_initialized() else ():
+    for module in running(CALLED) if c10d is not None and c10d.is_initialized() else ():
         if groups := _parameter_groups(module):
             return _spread_by_fsdp(groups[0])
         if ranks := _ranks_of(module, c10d, lambda function: function()):

@@ -14,7 +14,7 @@ from torchtitan.distributed.activation_checkpoint import (  # type: ignore[repor
     SelectiveAC,
 )
 
-from remat import nn, policies
+from remat import nn, policies, presets
 from remat._api import checkpoint_policy
 from remat.policies import Policy
 from remat.transforms import RematError
@@ -40,7 +40,8 @@ class PolicyAC(ActivationCheckpointing):
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
         policy: str | None = None
-        """Name of a built-in policy of `remat.policies`; several, joined by `|`, keep what either keeps."""
+        """Name of a built-in policy of `remat.policies` or of `remat.presets`, or a selector of modules
+        such as `"layers.*.attention.wo :: aten.mm.default"`. Several, joined by `|`, keep what any keeps."""
 
         budget: float | None = None
         """Instead of a policy: the share of the activation bytes that a block may keep, from 0 to 1."""
@@ -85,7 +86,9 @@ class PolicyAC(ActivationCheckpointing):
 
 
 def _ready(name: str) -> Policy:
-    found = getattr(policies, name, None)
+    if "*" in name or "::" in name:
+        return policies.save_modules(name)
+    found = getattr(policies, name, None) or getattr(presets, name.removeprefix("presets."), None)
     if isinstance(found, Policy):
         return found
     ready = [key for key, value in vars(policies).items() if isinstance(value, Policy)]

@@ -17,6 +17,11 @@ from remat.policies._makers import makes_policies as makes_policies
 from remat.policies._makers import place_of as place_of
 from remat.policies._makers import policy_given as policy_given
 from remat.policies._makers import several_given as several_given
+from remat.policies._modules import ROLES as ROLES
+from remat.policies._modules import RuleOfModules as RuleOfModules
+from remat.policies._modules import by_role as by_role
+from remat.policies._modules import role_of as role_of
+from remat.policies._modules import save_modules as save_modules
 from remat.policies._ready import save_all_but_names as save_all_but_names
 from remat.policies._ready import save_attention as save_attention
 from remat.policies._ready import save_collectives as save_collectives
@@ -49,6 +54,7 @@ __all__ = [
     "save_everything",
     "save_larger_than",
     "save_matmuls",
+    "save_modules",
     "save_names",
     "save_nothing",
     "save_ops",

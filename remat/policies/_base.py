@@ -37,6 +37,7 @@ class Policy:
 
     Attributes:
         needs_calls: whether `__call__` reads `info.call`.
+        needs_modules: whether `__call__` reads `info.module`.
         counts: whether a verdict depends on how many values were judged before. Each forward counts anew.
         asks_again: whether verdicts change from call to call, so that every forward asks.
         shares_constants: whether what depends on nothing that a region is given, such as a rotary table, may
@@ -54,6 +55,7 @@ class Policy:
     """
 
     needs_calls: bool = False
+    needs_modules: bool = False
     counts: bool = False
     asks_again: bool = False
     shares_constants: bool = True
@@ -94,6 +96,10 @@ class Policy:
 
     def names(self) -> Iterator[tuple[str, bool]]:
         """The `checkpoint_name`s that it asks for, and whether one that never occurs is an error."""
+        return iter(())
+
+    def unmet(self, modules: Collection[str]) -> Iterator[tuple[str, bool]]:
+        """What it asks for and none of these modules is, the only ones that ran; whether that is an error."""
         return iter(())
 
     def __or__(self, other: Any) -> Policy:
@@ -242,6 +248,10 @@ class Combined(Policy):
         return any(part.needs_calls for part in self.parts().values())
 
     @property
+    def needs_modules(self) -> bool:  # type: ignore[override]
+        return any(part.needs_modules for part in self.parts().values())
+
+    @property
     def counts(self) -> bool:  # type: ignore[override]
         return any(part.counts for part in self.parts().values())
 
@@ -271,6 +281,10 @@ class Combined(Policy):
     def names(self) -> Iterator[tuple[str, bool]]:
         for part in self.parts().values():
             yield from part.names()
+
+    def unmet(self, modules: Collection[str]) -> Iterator[tuple[str, bool]]:
+        for part in self.parts().values():
+            yield from part.unmet(modules)
 
     def _with(self, new: dict[str, Policy]) -> Policy:
         same = all(new[name] is part for name, part in self.parts().items())

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from remat._core import Decision, described
 from remat.policies._base import FromCallable, Policy, PolicyError, converts
+from remat.policies._modules import save_modules
 from remat.policies._ready import (
     below,
     is_op,
@@ -152,7 +153,7 @@ JAX_NAMES = (
 
 # Functions that make policies, which users take for policies.
 _MAKERS: list[Callable[..., Any]] = [
-    *(save_ops, save_names, save_all_but_names, offload_names),
+    *(save_ops, save_names, save_all_but_names, offload_names, save_modules),
     *(where, offload, save_every_nth, save_larger_than, save_costlier_than),
 ]
 

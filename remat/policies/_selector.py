@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from remat._core import Call, Decision, OpInfo, TensorMeta, describe, warn_user
+from remat._torch import module_path
 from remat.policies._base import Policy, check_verdict
 from remat.transforms import BoundedCache, RematError, tensors_in, traits
 from remat.transforms.compat import is_batched_below
@@ -82,6 +83,7 @@ class PolicySelector:
         self.region = region
         self.calls = Calls() if policy.needs_calls else None
         self.named: dict[str, bool] = {}
+        self.modules: dict[str, None] = {}  # those that ran what the policy was asked about
         self.product: Any = None  # operands of the product of a call that is several ops
         # What was said of unnamed ops, which a name given to their result later may change.
         self.said: dict[int, tuple[OpInfo, Decision]] = {}
@@ -131,11 +133,18 @@ class PolicySelector:
             at,
             self.region,
             call,
+            self._module(),
         )
         verdict = check_verdict(self.policy, info, self.policy(info))
         if node.name is None:
             self.said[at] = info, verdict
         return verdict.value
+
+    def _module(self) -> str | None:
+        if not self.policy.needs_modules:
+            return None
+        self.modules[path := module_path()] = None
+        return path
 
     def name(self, record: Verdicts, at: int, value: torch.Tensor, name: str) -> None:
         """Judge a value once more, now that it has a name."""
@@ -186,6 +195,15 @@ class PolicySelector:
         """The forward is over."""
         self.policy.finished(tape)
         report_unmatched(self.policy, self.region, self.named)
+        if self.policy.needs_modules:
+            _report(self.region, dict(self.policy.unmet(self.modules)), self._unmet)
+
+    def _unmet(self, missing: Iterable[str]) -> str:
+        seen = ", ".join(map(repr, list(filter(None, self.modules))[:8]))
+        return (
+            f"Policy {self.policy!r} of region {self.region!r} asks for {', '.join(missing)}, which runs "
+            f"nothing in it: the modules that do are {seen or 'none'}."
+        )
 
 
 # Regions and names that were warned of: a model calls its regions thousands of times.
@@ -215,15 +233,21 @@ def report_unmatched(policy: Policy, region: str, seen: Iterable[str]) -> None:
         RematError: a policy with `strict=True` asks for the name.
     """
     missing = {name: strict for name, strict in policy.names() if name not in seen}
-    if not missing:
-        return
-    text = f"Policy {policy!r} of region {region!r} asks for {_listed(missing, seen)}"
+
+    def said(missing: Iterable[str]) -> str:
+        return f"Policy {policy!r} of region {region!r} asks for {_listed(missing, seen)}"
+
+    _report(region, missing, said)
+
+
+def _report(region: str, missing: dict[str, bool], said: Callable[[Iterable[str]], str]) -> None:
+    """Raise where something is missing that must be there, else warn of what is, once for a region."""
     if any(missing.values()):
-        raise RematError(text)
+        raise RematError(said(missing))
     new = {(region, name): None for name in missing if (region, name) not in _warned}
     _warned.update(new)
     if new:
-        warn_user(f"{text} (Said once; strict=True makes it an error.)", UnmatchedName)
+        warn_user(f"{said(missing)} (Said once; strict=True makes it an error.)", UnmatchedName)
 
 
 def _listed(missing: Iterable[str], seen: Iterable[str]) -> str:

@@ -55,6 +55,7 @@ POLICIES: dict[str, Any] = {
     "everything": save_everything,
     "none": None,
     "rule": lambda info: info.bytes < 96,
+    "modules": checkpoint_policy(lambda info: len(info.module) % 2 == 0, modules=True),
 }
 PLANNED = {
     "half": checkpoint_policy(budget=0.5, cost="flops"),

@@ -329,5 +329,5 @@ def test_who_is_asked_again():
         BudgetPolicy(0.5),
     ):
         assert not policy.asks_again and not (policy | save_matmuls).asks_again
-    with pytest.raises(TypeError, match="only a function can change its mind"):
+    with pytest.raises(TypeError, match="only a function is asked more"):
         checkpoint_policy(save_matmuls, stateful=True)

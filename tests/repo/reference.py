@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[2]
 # Modules that users import from. Of the last one three names are public; the rest is for the other rooms.
 MODULES = (
     "remat",
-    *(f"remat.{name}" for name in ("debug", "gpu", "jax_names", "nn", "plan", "policies", "schedules")),
+    *(
+        f"remat.{name}"
+        for name in ("debug", "gpu", "jax_names", "nn", "plan", "policies", "presets", "schedules")
+    ),
     *(f"remat.interop{name}" for name in ("", ".diffusers", ".huggingface", ".torchtitan")),
 )
 OF_THE_ENGINE = tuple(f"remat.transforms.{name}" for name in ("RematError", "grad", "value_and_grad"))
