@@ -329,6 +329,20 @@ def botorch() -> Tiny:
     return Tiny(Composed(lambda m, x: m.improvement(x), improvement=improvement), (points,))
 
 
+def botorch_noisy() -> Tiny:
+    from botorch.acquisition.logei import qLogNoisyExpectedImprovement
+    from botorch.models import SingleTaskGP
+    from botorch.sampling import SobolQMCNormalSampler
+
+    x = torch.rand(8, 2, dtype=torch.float64)
+    gp = SingleTaskGP(x, (x.sin().sum(-1, keepdim=True)))
+    gp.eval()
+    sampler = SobolQMCNormalSampler(torch.Size([8]), seed=1)
+    improvement = qLogNoisyExpectedImprovement(gp, X_baseline=x, sampler=sampler, prune_baseline=False)
+    points = torch.rand(3, 2, 2, dtype=torch.float64).requires_grad_()
+    return Tiny(Composed(lambda m, x: m.improvement(x), improvement=improvement), (points,))
+
+
 def zuko() -> Tiny:
     import zuko
 
@@ -581,6 +595,7 @@ CASES: dict[Callable[[], Tiny], str] = {
     torch_geometric: "torch_geometric", torch_geometric_gin: "torch_geometric", e3nn: "e3nn",
     mace: "mace-torch", neuraloperator: "neuraloperator", neuraloperator_whole: "neuraloperator",
     torchsde: "torchsde", gpytorch: "gpytorch", gpytorch_marginal: "gpytorch", botorch: "botorch",
+    botorch_noisy: "botorch",
     zuko: "zuko", opacus: "opacus", opacus_grad_samples: "opacus", torchjd: "torchjd",
     jaxtyping: "jaxtyping", performer_pytorch: "performer-pytorch", egnn_pytorch: "egnn-pytorch",
     torchdiffeq: "torchdiffeq", segmentation_models_pytorch: "segmentation-models-pytorch",

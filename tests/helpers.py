@@ -74,9 +74,12 @@ def forget() -> None:
 
 
 def unseen(like: Tensor, value: float = 0.0) -> Tensor:
-    """A number that no op wrote: where a recomputation needs it, the region's function runs again."""
-    filled = torch.empty_like(like)
-    filled.detach().numpy().fill(value)
+    """A number that no op wrote: where a recomputation needs it, the region's function runs again.
+
+    It lies in memory of over a megabyte, of which a region holds no copy."""
+    memory = torch.empty(like.numel() + (1 << 20), dtype=like.dtype)
+    filled = memory[: like.numel()].view(like.shape)
+    filled.numpy().fill(value)
     return filled
 
 

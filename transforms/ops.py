@@ -285,6 +285,12 @@ def memory_of(tensor: torch.Tensor, values: bool = False) -> torch.UntypedStorag
         return None
 
 
+def octets(memory: torch.UntypedStorage) -> torch.Tensor:
+    """A memory as a tensor."""
+    empty = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    return empty.set_(memory, 0, (memory.nbytes(),), (1,))
+
+
 def is_hollow(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor is freed."""
     memory = memory_of(tensor) if tensor.numel() else None

@@ -19,7 +19,7 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from remat import RematError, remat, save_all_but_names, save_everything, save_matmuls, save_nothing, save_ops
-from tests.helpers import crossed
+from tests.helpers import crossed, unseen
 
 POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -121,8 +121,7 @@ def test_another_tensor_raises(way: Any, pull: Any, policy: Any) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_another_tensor_raises_in_plain_autograd_where_the_function_runs_again(way: Any) -> None:
     def raw(*given: Any) -> torch.Tensor:
-        made = torch.empty(1)
-        made.numpy()[...] = 2.0  # by no op: the recorded ops do not tell what is computed
+        made = unseen(torch.empty(1), 2.0)  # by no op: the recorded ops do not tell what is computed
         return way(*given) * made
 
     def pull(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
@@ -200,8 +199,7 @@ def test_a_tensor_that_is_replaced_while_the_forward_runs(around: int) -> None:
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         last, state["last"] = state["last"], x.detach().mean(0)
-        made = torch.empty(1)
-        made.numpy()[...] = 2.0
+        made = unseen(torch.empty(1), 2.0)
         return remat(lambda h: (h.sin() * made).exp())(x * last)
 
     region: Callable[..., Any] = remat(fn)
@@ -220,8 +218,7 @@ def test_what_hooks_of_the_user_hold_is_asked_for_once(around: int) -> None:
         h, k, c = x.sin(), x.tanh(), X.cos()
 
         def region(a: torch.Tensor) -> torch.Tensor:
-            made = torch.empty(1)
-            made.numpy()[...] = 2.0
+            made = unseen(torch.empty(1), 2.0)
             return a.exp() * k * made * c
 
         return wrap(region)(h).sum()

@@ -48,6 +48,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     if users(frame.inputs.hooks) is not None:
         _note_tables(recorder)
     recorder.share_around()
+    recorder.tell_saved()
     frame.freed = recorder.freed()
     frame.raw, frame.replaced = recorder.raw_writes(), but_unmet(recorder)
     frame.dead = frozenset([i for i in range(len(tape.packed)) if not frame.is_held(i)])
@@ -270,6 +271,7 @@ def report_frame(frame: Any, recorder: Recorder) -> None:
 def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:
     """Saved value `at`: as it still is, or made again from the part of the tape that there is."""
     recorder.leave()
+    recorder.tell_saved()
     frame.tape = tape = recorder.tape
     frame.direct = steady(tape.direct(), recorder)
     number, position = tape.packed[at]

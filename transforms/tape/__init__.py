@@ -52,13 +52,15 @@ from remat.transforms.tape.tape import (
     SAVE,  # the verdict: keep
     Needs,  # which ops of a tape run again for the values that a backward reads
     Node,  # one op of a region
-    Ref,  # stands for a value in the template of a call
     Stop,  # ends a recomputation once everything that was asked for is there
     Tape,  # the ops of one run of a region
     ValueNumbering,  # numbers of tensor objects
     holds_unseen,  # whether a node may read tensors that no saved-tensor hook was told of
     map_tensors,  # a function applied to the tensors of an op's results
     nodes_behind,  # the autograd nodes behind some, with numbers from a start on
+)
+from remat.transforms.tape.template import (
+    Ref,  # stands for a value in the template of a call
     refs_in,  # the numbers in a template
 )
 from remat.transforms.tape.verdicts import (

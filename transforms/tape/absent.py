@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from remat.transforms.ops import traits, version_of
-from remat.transforms.tape.tape import Node, Tape, pairs
+from remat.transforms.tape.tape import Node, Tape
+from remat.transforms.tape.template import pairs
 
 Living = tuple[int, "weakref.ref[torch.Tensor]", int]
 

@@ -29,15 +29,8 @@ from remat.transforms.state import first_draw
 from remat.transforms.tape.program import call_of
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.so_far import show_so_far
-from remat.transforms.tape.tape import (
-    RECOMPUTE,
-    Node,
-    Outside,
-    Ref,
-    Tape,
-    ValueNumbering,
-    refs_in,
-)
+from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape, ValueNumbering
+from remat.transforms.tape.template import Ref, refs_in
 
 _weak, _references = weakref.ref, weakref.getweakrefcount
 
@@ -76,8 +69,8 @@ class GuardMode(Recorder):
     # In slots, as Python looks them up faster than so many entries of a dict.
     __slots__ = (
         "_entered", "_kept_in", "_keys", "_memory", "_places", "_table", "_writes", "alive", "at", "casts",
-        "checks", "decisions", "digest", "expected", "expected_kept", "held", "keeps_decisions", "kept",
-        "kept_bytes", "leaving", "make_selector", "moved", "named", "outer", "outside", "packs",
+        "checks", "contents", "decisions", "digest", "expected", "expected_kept", "held", "keeps_decisions",
+        "kept", "kept_bytes", "leaving", "make_selector", "moved", "named", "outer", "outside", "packs",
         "random", "selector", "shown", "sizes", "snapshots", "tape", "there",
     )  # fmt: skip
 
@@ -104,7 +97,8 @@ class GuardMode(Recorder):
         self.at = self.packs = self.named = 0
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
         self.shown, self.outer, self._memory, self._places, self._kept_in = {}, {}, {}, {}, {}
-        self.selector, self.digest, self.kept_bytes, self.moved, self.sizes = None, None, 0, set(), {}
+        self.selector, self.digest, self.kept_bytes, self.moved = None, None, 0, set()
+        self.sizes, self.contents = {}, {}
         self.checks = expected.checks or _prepared(expected)
         # Whether memory from outside is written to; memories of what `outside` lists.
         self._writes, self._keys = bool(expected.last_write) and min(expected.last_write) < 0, []
@@ -403,7 +397,9 @@ class GuardMode(Recorder):
         self.tape = tape
         for tensor, number in living:
             if (memory := memory_of(tensor)) is not None:
-                self._remember(memory, tape.root_of(number), number, tensor)
+                self._remember(memory, root := tape.root_of(number), number, tensor)
+                if root >= 0 and traits(tape.nodes[root].op).uninitialized and root not in tape.last_write:
+                    self._watch(root, tensor)
         if self.keeps_decisions:
             self.decisions = Decisions(tape)
         if self.make_selector is not None:

@@ -7,6 +7,7 @@ and `torch.func` at any depth. `guard.GuardMode` is one that expects the ops of 
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -44,25 +45,26 @@ from remat.transforms.ops import (
     tensors_in,
     traits,
 )
-from remat.transforms.placeholders import without_objects
+from remat.transforms.placeholders import Meta, without_objects
 from remat.transforms.sharded import wraps
 from remat.transforms.state import GeneratorState, first_draw
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import (
     RECOMPUTE,
     SAVE,
+    SMALL,
     Node,
     Outside,
-    Ref,
     Tape,
     ValueNumbering,
     is_graded,
     map_tensors,
 )
-from remat.transforms.tape.unseen import memory_around
+from remat.transforms.tape.template import Ref
+from remat.transforms.tape.unseen import Contents, memory_around, reads
 from remat.transforms.tape.verdicts import OWN_DRAWS, Verdicts
 
-_as_strided = torch.ops.aten.as_strided.default
+_as_strided, _copy = torch.ops.aten.as_strided.default, torch.ops.aten.copy_.default
 # What stands in a template as it is, and means the same in another call.
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
 _PLAIN += (torch.memory_format,)
@@ -95,6 +97,7 @@ class Recorder(Verdicts):
         graded_written: the arguments with derivatives that the function was about to write to.
         replaced: tensors from outside that user code has given other memory (`.data = `).
         sizes: of memories from outside that user code has looked at, when it did so first.
+        contents: small memories of its own that others may fill past torch, by their roots.
     """
 
     records = True
@@ -103,6 +106,7 @@ class Recorder(Verdicts):
     graded: Collection[int] = ()
     graded_written: Sequence[int] = ()
     replaced: tuple[Replaced, ...] = ()
+    _room = SMALL  # for what others have filled memory with
 
     def __init__(
         self,
@@ -134,6 +138,7 @@ class Recorder(Verdicts):
         self._memory: dict[int, tuple[Any, int, int, Any]] = {}
         self._places: dict[int, int] = {}  # where memories from outside begin: which tensor came first
         self._kept_in: dict[int, list[int]] = {}
+        self.contents = dict[int, Contents]()
         self._begin(inputs)
 
     def _begin(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -165,6 +170,11 @@ class Recorder(Verdicts):
     def pack(self, tensor: torch.Tensor, owner: int | None) -> int:
         """Autograd saves `tensor` for the node with this number: which value that is."""
         number = self.number(tensor)
+        if self.contents:
+            # (What nothing has told of may be filled later: `tell_saved`.)
+            known = self.contents.get(self.tape.root_of(number))
+            if known is not None and known.known is not None:
+                self._tell(self.tape.root_of(number))
         self.tape.packed.append((number, len(self.tape.nodes)))
         self.tape.owners.append(owner)
         return number
@@ -209,6 +219,9 @@ class Recorder(Verdicts):
         template = self._template(args), self._template(kwargs)
         if self.watching is not None and ((pair := top_hooks()) is None or pair[1] is not self.watching):
             self.hooked = True
+        for root in [*self.contents] if self.contents else ():
+            if reads(self.tape, func, *template, root):
+                self._tell(root)
         if facts.writes:
             self._before_write(func, facts, args, kwargs)
         around = -1 if self.parent is None else self.parent.position
@@ -264,6 +277,10 @@ class Recorder(Verdicts):
             tape.packed = [(n, i + (i == at and tape.root_of(n) in node.written)) for n, i in tape.packed]
         for root in node.written:
             tape.last_write[root] = at
+            if root in self.contents and not quiet(self.contents[root].written):
+                del self.contents[root]
+        if facts.uninitialized:
+            self._watch(at, out)
         for tensor in tensors_in(out):
             number = len(tape.makers)
             tape.makers.append(at)
@@ -335,6 +352,10 @@ class Recorder(Verdicts):
             return number
         self.tape.cacheable = False
         if base[0] is not tensor.dtype or base[1] != tensor.is_conj() or tensor.is_neg():
+            import traceback
+
+            traceback.print_stack(limit=12)
+            print(base, geometry(tensor))
             self.tape.open = self.tape.open or "it looks at memory as another dtype, unseen"
             return self._from_outside(tensor)
         there = list(tensor.shape), list(tensor.stride()), int(offset)
@@ -533,14 +554,64 @@ class Recorder(Verdicts):
             self.moved.add(self.root(bottom))
             return
         if (root := self.root(bottom)) >= 0:
-            self.tape.exposed.add(root)
             self.tape.cacheable = False
+            if root not in self.tape.exposed and not self._watch(root, bottom, shown=True):
+                self.tape.exposed.add(root)
             return
         if (memory := memory_of(bottom)) is not None:
             self.sizes.setdefault(root, memory.nbytes())
         if bottom.is_cpu and root not in self.shown:
             # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
             self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
+
+    def _watch(self, root: int, tensor: torch.Tensor, shown: bool = False) -> bool:
+        """Whether the memory of op `root`, which others may fill past torch, is small enough to be held."""
+        if (known := self.contents.get(root)) is not None:
+            known.shown = known.shown or shown
+            return True
+        node = self.tape.nodes[root]
+        if self.reruns or type(node.outs) is not Meta or not tensor.is_cpu or not memory_is_real():
+            return False
+        (shape, stride, dtype, _), memory = node.outs, memory_of(tensor)
+        if memory is None or stride is None or not 0 < memory.nbytes() <= SMALL:
+            return False
+        if memory.nbytes() != math.prod(shape) * dtype.itemsize:
+            return False
+        filled = not traits(node.op).uninitialized
+        if filled:
+            self._copy_kept(self._kept_in.get(root, ()))
+        self.contents[root] = quiet(Contents, memory, filled, shown)
+        return True
+
+    def _tell(self, root: int) -> None:
+        """Note what others have filled a memory with: as an op that copies it from a tensor from outside."""
+        tape, known = self.tape, self.contents[root]
+        node = tape.nodes[root]
+        if (memory := quiet(known.now)) is None:
+            return
+        shape, stride, dtype, _ = node.outs
+        self._room -= memory.nbytes()
+        if self._room < 0 or memory.nbytes() != math.prod(shape) * dtype.itemsize:
+            # Ops do not tell it: whoever needs it has the function run again.
+            del self.contents[root]
+            tape.exposed.add(root)
+            tape.cacheable = False
+            return
+        told, held = known.known is not None, quiet(memory.clone)
+        there, now = (quiet(_around, m, dtype, shape, stride) for m in (memory, held))
+        template = Ref(node.first), Ref(self.number(now))
+        self._copy_kept(self._kept_in.get(root, ()))
+        at = self._add(_copy, traits(_copy), (template, {}), (there, now), {}, there, optional=True)
+        self.contents[root] = known
+        known.known, tape.cacheable = held, False
+        if not told:  # whatever was saved of it until now
+            tape.packed = [(n, at + 1 if tape.root_of(n) == root else i) for n, i in tape.packed]
+
+    def tell_saved(self) -> None:
+        """Note what others have filled memories with that autograd alone has read."""
+        for root in [root for root, known in self.contents.items() if known.known is None]:
+            if any(self.tape.root_of(number) == root for number, _ in self.tape.packed):
+                self._tell(root)
 
     def replaces(self, tensor: torch.Tensor) -> None:
         """User code is about to give `tensor` other memory."""
@@ -600,6 +671,10 @@ class Freed(NamedTuple):
 
     size: int | None  # its size when the region began, None where nobody knows
     before: Snapshot | None  # what it held then
+
+
+def _around(memory: torch.UntypedStorage, dtype: torch.dtype, shape: Any, stride: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, 0, shape, stride)
 
 
 def _copied(value: Any) -> Any:

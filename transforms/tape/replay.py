@@ -28,6 +28,7 @@ from remat.transforms.ops import (
     is_shape_arithmetic,
     metadata,
     metas,
+    octets,
     storage,
     targets,
     tensors_in,
@@ -46,11 +47,11 @@ from remat.transforms.tape.snapshots import (
     data_again,
     handed_out,
     lent,
-    octets,
     sent_away,
     versions_again,
 )
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, let_go, pairs, same_constants
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, let_go
+from remat.transforms.tape.template import pairs, same_constants
 
 if TYPE_CHECKING:
     from remat.transforms.region import Region

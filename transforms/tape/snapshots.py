@@ -27,6 +27,7 @@ from remat.transforms.ops import (
     lying_as,
     memory_of,
     metadata,
+    octets,
     storage,
     targets,
     traits,
@@ -348,9 +349,3 @@ def lent(pairs: Iterable[tuple[torch.Tensor, Snapshot]]) -> Iterator[None]:
             quiet(before.put_back, tensor)
             set_version(tensor, before.version)
         yield
-
-
-def octets(memory: torch.UntypedStorage) -> torch.Tensor:
-    """A memory as a tensor."""
-    empty = torch.empty(0, dtype=torch.uint8, device=memory.device)
-    return empty.set_(memory, 0, (memory.nbytes(),), (1,))

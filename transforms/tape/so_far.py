@@ -15,7 +15,8 @@ import torch
 from remat.transforms.context import quiet
 from remat.transforms.ops import traits
 from remat.transforms.placeholders import without_data
-from remat.transforms.tape.tape import Node, Ref, Tape
+from remat.transforms.tape.tape import Node, Tape
+from remat.transforms.tape.template import Ref
 
 Owner = Callable[[Node, torch.Tensor], "int | None"]
 

@@ -32,11 +32,11 @@ from remat.transforms.ops import (
     version_of,
 )
 from remat.transforms.placeholders import Meta
-from remat.transforms.pytree import constants_alike
+from remat.transforms.tape.template import refs_in
 from remat.transforms.tape.unseen import is_drawn_over, is_read_first
 
-# Bytes of a tensor from outside that a region under `torch.func` may hold without being told to.
-_SMALL = 1 << 20
+# Bytes of what is from outside, or filled past torch, that a region may hold without being told to.
+SMALL = 1 << 20
 RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
 RUN, KEPT, SKIP = 0, 1, 2
 
@@ -332,13 +332,6 @@ def nodes_behind(roots: list[Any], start: int) -> Iterator[Any]:
         roots.extend([following for following, _ in node.next_functions])
 
 
-class Ref(int):
-    """Stands for the value of this number in the template of a call: 0, 1, ... are results of ops, in their
-    order; -1, -2, ... come from outside."""
-
-    __slots__ = ()
-
-
 class ValueNumbering(dict[int, tuple["weakref.ref[torch.Tensor]", int]]):
     """Numbers of tensor objects, by their ids.
 
@@ -358,45 +351,6 @@ class ValueNumbering(dict[int, tuple["weakref.ref[torch.Tensor]", int]]):
         for ref, number in list(self.values()):
             if (tensor := ref()) is not None:
                 yield tensor, number
-
-
-def same_constants(want: Any, value: Any) -> bool:
-    """Whether the arguments of a call are those of the forward, tensors aside."""
-    if type(want) is Ref or isinstance(value, torch.Tensor):
-        return type(want) is Ref and isinstance(value, torch.Tensor)
-    if isinstance(want, (list, tuple)) and isinstance(value, (list, tuple)):
-        return len(want) == len(value) and all(map(same_constants, want, value))
-    if isinstance(want, dict):
-        return want.keys() == value.keys() and all(same_constants(want[k], value[k]) for k in want)
-    return type(want) is not type(value) or constants_alike(want, value)
-
-
-def refs_in(template: Any) -> list[int]:
-    """The numbers in a template, in their order."""
-    found: list[int] = []
-    stack = [template]
-    while stack:
-        value = stack.pop()
-        if type(value) is Ref:
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            stack.extend(reversed(value))
-        elif isinstance(value, dict):
-            stack.extend(reversed(value.values()))
-    return found
-
-
-def pairs(want: Any, value: Any) -> Iterator[tuple[int, Any]]:
-    """The numbers in a template, each with the tensor in its place."""
-    if type(want) is Ref:
-        yield want, value
-    elif isinstance(want, (tuple, list)):
-        # (Nobody has compared their lengths under determinism_check="none".)
-        for one, other in zip(want, value, strict=False):
-            yield from pairs(one, other)
-    elif isinstance(want, dict):
-        for key in want.keys() & value.keys():
-            yield from pairs(want[key], value[key])
 
 
 class Given(NamedTuple):
@@ -422,7 +376,7 @@ def let_go(recorder: Any) -> list[Given]:
     given, tape = list[Given](), recorder.tape
     for at, (t, known) in enumerate(zip(recorder.outside, tape.outside, strict=True)):
         memory, before = memory_of(t), recorder.snapshots.get(known.root)
-        small = type(t) is torch.Tensor and memory is not None and 0 < t.nbytes <= _SMALL
+        small = type(t) is torch.Tensor and memory is not None and 0 < t.nbytes <= SMALL
         alias = quiet(t.detach) if small and at >= tape.arguments and not t.requires_grad else None
         there = weakref.ref(memory or t)
         given.append(Given(weakref.ref(t), there, version_of(t), storage(t), before, alias))

@@ -6,13 +6,15 @@ storage around one memory is its address.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from remat.transforms.compat import memory_is_real
-from remat.transforms.ops import address, memory_of, traits
+from remat.transforms.ops import address, memory_of, octets, traits
+from remat.transforms.tape.template import refs_in
 
 # Torch's own ops that do not read what they write into, either, and may leave a part of it as it is.
 _FILL_PARTS = frozenset(
@@ -24,29 +26,60 @@ _FILL_PARTS = frozenset(
 _DRAWS_OVER = torch.ops.aten.bernoulli.p
 
 
-def is_read_first(tape: Any, empty: int) -> bool:
-    """Whether the first op that touches the memory that op `empty` made reads it.
+class Contents:
+    """What lies in a memory of a region's own that others may fill past torch: samplers, NumPy, raw kernels.
 
-    So does one in place: `SobolEngine.draw` fills memory past torch, and scales it by `mul_`.
+    Attributes:
+        known: its numbers, as far as ops tell; None where nothing has told of any.
+        shown: whether user code has looked at it.
     """
+
+    __slots__ = ("_memory", "known", "shown")
+
+    def __init__(self, memory: torch.UntypedStorage, filled: bool, shown: bool) -> None:
+        self._memory, self.shown = weakref.ref(memory), shown
+        self.known = memory.clone() if filled else None
+
+    def now(self) -> torch.UntypedStorage | None:
+        """The memory, None where its numbers are known, or nobody has it any more."""
+        memory = self._memory()
+        if memory is None or (self.known is not None and torch.equal(octets(memory), octets(self.known))):
+            return None
+        return memory
+
+    def written(self) -> bool:
+        """An op has written to it; whether others may still fill it unseen."""
+        if self.known is not None and (memory := self._memory()) is not None:
+            self.known = memory.clone()
+        return self.shown
+
+
+def is_read_first(tape: Any, empty: int) -> bool:
+    """Whether the first op that touches the memory that op `empty` made reads it."""
     for node in tape.nodes[empty + 1 :]:
-        facts = traits(node.op)
-        if empty in node.written:
-            if not facts.changes_shape:
-                return _reads_target(tape, node, facts, empty)
-        elif not (facts.view or facts.only_shape) and any(tape.root_of(n) == empty for n in node.reads()):
+        if reads(tape, node.op, node.args, node.kwargs, empty):
             return True
+        if empty in node.written and not traits(node.op).changes_shape:
+            return False
     return False
 
 
-def _reads_target(tape: Any, node: Any, facts: Any, root: int) -> bool:
-    """Whether an op that writes to a memory reads it, too. Others' ops count as if they did not."""
-    targets = node.args[0] if node.args and isinstance(node.args[0], (list, tuple)) else node.args[:1]
-    if not facts.native or not any(isinstance(n, int) and tape.root_of(n) == root for n in targets):
+def reads(tape: Any, op: Any, args: Any, kwargs: Any, root: int) -> bool:
+    """Whether a call reads numbers in the memory `root`; `args` and `kwargs` are its template.
+
+    So do ops in place: `SobolEngine.draw` fills memory past torch, and scales it by `mul_`. Others' ops count
+    as if they did not read what they write.
+    """
+    facts = traits(op)
+    if facts.view or facts.only_shape:
         return False
     # `index_put_(..., accumulate=True)` adds.
     fills = facts.fills or facts.name in _FILL_PARTS
-    return not fills or any(arg is True for arg in node.args)
+    fills = not facts.native or (fills and not any(arg is True for arg in args))
+    unread = {at for at in facts.writes if fills or isinstance(at, str)}
+    given = [arg for at, arg in enumerate(args) if at not in unread and not (facts.shape_only and at == 0)]
+    given += [arg for name, arg in kwargs.items() if name not in unread]
+    return any(tape.root_of(number) == root for number in refs_in(given))
 
 
 def is_drawn_over(tape: Any, empty: int) -> bool:
