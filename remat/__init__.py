@@ -23,6 +23,7 @@ from remat._names import checkpoint_name as checkpoint_name
 from remat._scan import scan_layers as scan_layers
 from remat._scan import scan_remat as scan_remat
 from remat._scan import stack_params as stack_params
+from remat._scan import tiled as tiled
 from remat._scan import unstack_params as unstack_params
 from remat._scan import while_remat as while_remat
 from remat.ambient import register_state as register_state
@@ -110,6 +111,7 @@ __all__ = [
     "scan_remat",
     "schedules",
     "stack_params",
+    "tiled",
     "transforms",
     "unstack_params",
     "while_remat",

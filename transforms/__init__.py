@@ -14,6 +14,7 @@ from remat.transforms.caches import (
 from remat.transforms.context import (
     ADDRESSES,  # torch functions that go to memory by its address
     active,  # what is going on in this thread
+    beyond_regions,  # run what is no op of the regions around, in the forward or later
     node_of,  # the autograd node of a tensor, asked of no torch-function mode
     of_a_look,  # mark the second of two saved-tensor hooks by which a look at a function sees what is saved
     on_wrappers,  # whether an op is one on wrappers of torch.distributed

@@ -8,4 +8,5 @@ from remat._scan.stacked_layers import (
     stack_params,  # parameters and buffers of identical modules, stacked along a new first axis
     unstack_params,  # one state dict a layer from stacked parameters
 )
+from remat._scan.tiles import tiled  # a function that acts token by token, one tile of tokens at a time
 from remat._scan.while_loop import while_remat  # a differentiable loop of unknown length

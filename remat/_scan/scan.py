@@ -152,7 +152,7 @@ def scan_remat(
     if n == 0:
         return init, _no_ys(body, spec, init, rows)
     if checkpoints == "auto":
-        schedule = auto(n, _bytes(budget), *_sizes(body, spec, init, rows))
+        schedule = auto(n, bytes_of("budget", budget), *_sizes(body, spec, init, rows))
     if policy == save_nothing and isinstance(schedule, All) and selecting():
         # The policy of the region around says of each step's values which are kept, as in JAX: the steps are
         # its own then, and it computes again what they lack.
@@ -338,13 +338,14 @@ def _tried(body: Any, spec: ScanSpec, init: Any, rows: Rows, reach: list[Any]) -
         yield
 
 
-def _bytes(budget: Any) -> int:
-    if isinstance(budget, str):
+def bytes_of(what: str, amount: Any) -> int:
+    """An amount of bytes as a user writes it."""
+    if isinstance(amount, str):
         with contextlib.suppress(ValueError):
-            return parse_bytes(budget)
-    elif isinstance(budget, int) and not isinstance(budget, bool):
-        return budget
-    raise WrongValue(f"budget: got {budget!r}; write bytes as an int, or '64MiB', '2GB'.")
+            return parse_bytes(amount)
+    elif isinstance(amount, int) and not isinstance(amount, bool):
+        return amount
+    raise WrongValue(f"{what}: got {amount!r}; write bytes as an int, or '64MiB', '2GB'.")
 
 
 def _region(body: Callable[..., Any], policy: Policy) -> Callable[..., Any]:

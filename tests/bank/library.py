@@ -31,14 +31,15 @@ from remat import (
     save_nothing,
     save_ops,
     scan_remat,
+    tiled,
     while_remat,
 )
 
 __all__ = [
     "Accumulates", "Attribute", "Base", "Config", "Dirty", "Doubled", "F", "Irreps", "LOOP", "Lazy", "Old",
-    "Pair", "Partly", "R", "RawFill", "Refuses", "Reversible", "SCAN", "SavesOutput", "State", "Twin", "add",
-    "checkpoint", "checkpoint_name", "collections", "dataclasses", "functools", "grid", "lookup", "nn", "np",
-    "parametrized", "quantized", "random", "run_chain", "torch", "types",
+    "Pair", "Partly", "R", "RawFill", "Refuses", "Reversible", "SCAN", "SavesOutput", "State", "TILED",
+    "Twin", "add", "checkpoint", "checkpoint_name", "collections", "dataclasses", "functools", "grid",
+    "lookup", "nn", "np", "parametrized", "quantized", "random", "run_chain", "torch", "types",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -85,6 +86,11 @@ def SCAN(
     for _ in range(length):
         x = body(x)
     return x
+
+
+def TILED(fn: Callable[..., Tensor], *args: Tensor, tiles: int = 2, **shared: Tensor) -> Tensor:
+    """`fn` of rows, a tile of them at a time."""
+    return (tiled(fn, tiles=tiles) if on[0] else fn)(*args, **shared)
 
 
 def LOOP(body: Callable[[Tensor], Tensor], x: Tensor, length: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from remat import checkpoint_name
-from tests.bank.library import LOOP, SCAN, R
+from tests.bank.library import LOOP, SCAN, TILED, R
 from tests.bank.program import program
 
 
@@ -172,6 +172,16 @@ def scan_of_regions(m, x, y):
 @program("", "nests scans")
 def loop_of_unknown_length(m, x, y):
     return LOOP(lambda h: torch.tanh(h @ m.w), x, 2)
+
+
+@program("", "nests scans")
+def tiles_of_rows(m, x, y):
+    return TILED(lambda x, y: torch.tanh(x @ m.w) * y.cos(), x, y)
+
+
+@program("", "nests scans")
+def tiles_of_a_region(m, x, y):
+    return TILED(R(lambda x, w: m.lin(x).sin() @ w, "matmuls"), x.exp(), w=m.w.cos(), tiles=3) * y
 
 
 @program("", "names nests")

@@ -353,7 +353,7 @@ def _steps(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         if not scan.plain:
             rows.append(ys)
         elif k == 0:
-            stacks = [y.new_empty((scan.length, *y.shape)) for y in ys]
+            stacks = [scan.spec.stack(y) for y in ys]
         for stack, y in zip(stacks, ys, strict=scan.plain):
             stack.select(0, at).copy_(y)
         if k == 0:
@@ -401,7 +401,7 @@ def _blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             rows = scan.block(dense_xs, start, 1)
             carry, outs = with_step_note(scan, start, consts, carry, [row[0] for row in rows])
             ys = [(y.unsqueeze(0),) for y in outs]
-        stacks = stacks or [y[0].new_empty((n, *y[0].shape[1:])) for y in ys]
+        stacks = stacks or [scan.spec.stack(y[0].select(0, 0)) for y in ys]
         for stack, parts in zip(scan.block(stacks, start, k - start), ys, strict=True):
             torch.cat(parts[::-1] if scan.reverse else parts, out=stack)
         scan.tell("forward", range(start, k))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -67,6 +68,8 @@ class ScanSpec:
         offload: whether all kept carries lie on the host.
         compile: the backend that compiles steps, None where they run as they are.
         on_step: called after each evaluation.
+        joined: of a scan over tiles, the dimension of a y along which ys are joined. Their stack lies in
+            memory so that joining them copies nothing.
     """
 
     name: str
@@ -79,6 +82,16 @@ class ScanSpec:
     offload: bool = False
     compile: str | None = None
     on_step: Callable[[str, int], None] | None = None
+    joined: int | None = None
+
+    def stack(self, y: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """Room for the y of every step."""
+        at = 0 if self.joined is None else self.joined if self.joined >= 0 else max(0, y.dim() + self.joined)
+        assert self.length is not None  # a loop has no ys
+        shape = [*y.shape[:at], self.length, *y.shape[at:]]
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        strides.insert(0, strides.pop(at))
+        return y.new_empty_strided((shape[at], *y.shape), strides, device=device)
 
     @property
     def offloaded(self) -> Callable[[int], bool] | None:
@@ -215,6 +228,8 @@ class Scan:
     def zeros(self, like: torch.Tensor, rows: bool = False) -> torch.Tensor:
         """A gradient of zero of an operand, or of a row; `rows`: of all rows."""
         sizes = [size for size, _ in self.over]
+        if not sizes:
+            return torch.zeros_like(like)  # laid out as the rows are
         return like.new_zeros((*like.shape[:rows], *sizes, *like.shape[rows:]))
 
     def or_zero(self, grad: torch.Tensor | None, like: torch.Tensor, rows: bool = False) -> torch.Tensor:

@@ -237,8 +237,8 @@ class Entry:
         if own:
             buffers = [t for row in rows for t in row]
         # What is kept comes first, so that it is not what is copied.
-        found = _apart([*buffers, *carry, *ys], flat)
-        buffers, found = found[: len(buffers)], found[len(buffers) :]
+        found = _apart([*buffers, *carry], flat)
+        buffers, found = found[: len(buffers)], [*found[len(buffers) :], *ys]
         for buffer in buffers:
             buffer.scan = self  # type: ignore[attr-defined]  the backward may outlive the compiled code
         return [*found, *buffers]
@@ -292,7 +292,7 @@ class Entry:
             unwritten(scan.spec.name, (), carry, first, consts),
         ):
             new, ys = run_transparently(scan.step, (consts, carry, first), {})
-        stacks = [y.new_empty((scan.length, *y.shape), device=device) for y in ys]
+        stacks = [scan.spec.stack(y, device) for y in ys]
         return [
             *(t.new_empty(t.shape, device=device) for t in new),
             *stacks,

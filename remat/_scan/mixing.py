@@ -1,0 +1,99 @@
+"""Whether a function acts token by token: a few tokens alone against the same among their neighbours."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from remat.transforms import RematError, flatten, is_tensor, smooth, traits, user_line
+from remat.transforms.compat import DispatchMode, unwrapped
+
+Span = tuple[int, int]  # the first token, and the first one that is not part of it
+
+
+class _Ops(DispatchMode):
+    """The ops of a run and their results; random numbers are those of a run before, of the same tokens."""
+
+    def __init__(self, before: _Ops | None, size: int, at: Span) -> None:
+        super().__init__()
+        self.ran: list[tuple[Any, list[Any], str]] = []
+        self.drawn: list[list[Any]] = []
+        self.before, self.size, self.at = before, size, at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in flatten(out)[0] if is_tensor(t)]
+        if traits(func).random:
+            if self.before is not None and len(self.drawn) < len(self.before.drawn):
+                for mine, drawn in zip(tensors, self.before.drawn[len(self.drawn)], strict=False):
+                    for same in _of_tokens(drawn, mine, self.size, self.at):
+                        mine.copy_(same)
+                        break
+            self.drawn.append([t.clone() for t in tensors])
+        facts = traits(func)
+        if not facts.uninitialized:
+            # Copies: what is written to later would be compared as it is then. (Views may be of weights.)
+            self.ran.append((func, [t if facts.view else t.clone() for t in tensors], user_line()))
+        return out
+
+
+def check_tokens(name: str, run: Callable[[int, int], Any], tokens: int) -> None:
+    """Raise if a function gives other results for some tokens alone than for a slice around them.
+
+    Args:
+        run: (start, stop) -> the results for these tokens.
+        tokens: how many there are; at most six are looked at.
+    """
+    size = min(tokens, 6)
+    at = (size // 3, size - size // 3)  # tokens before and after them
+    with torch.no_grad():
+        with _Ops(None, size, at) as whole:
+            expected = run(0, size)
+        with _Ops(whole, size, at) as alone:
+            found = run(*at)
+    pairs = list(zip(flatten(expected)[0], flatten(found)[0], strict=False))
+    if all(_same(unwrapped(a), unwrapped(b), size, at) is not False for a, b in pairs if smooth(a)):
+        return
+    where = "it"
+    for (func, outs, line), (other, mine, _) in zip(whole.ran, alone.ran, strict=False):
+        pairs = [(a, b) for a, b in zip(outs, mine, strict=False) if smooth(a)]
+        if func is not other or any(_same(a, b, size, at) is False for a, b in pairs):
+            where = f"{func}, at {line},"
+            break
+    raise RematError(
+        f"{name}: {where} mixes tokens. {at[1] - at[0]} tokens alone have other results than in a slice of "
+        f"{size}, so tiles would give other numbers than the whole. Take into the function what acts token "
+        "by token alone, and hand what it reads of other tokens over by keyword."
+    )
+
+
+def _same(whole: torch.Tensor, part: torch.Tensor, size: int, at: Span) -> bool | None:
+    """Whether results for some tokens are those of the slice; None where shapes do not tell."""
+    known = None
+    for own in _of_tokens(whole, part, size, at):
+        tolerance = torch.finfo(part.dtype).eps ** 0.5
+        most = own.abs().max() if own.numel() else 0.0
+        known = bool(((own - part).abs() <= tolerance * (most + own.abs())).logical_or(own != own).all())
+        if known:
+            break
+    return known
+
+
+def _of_tokens(whole: torch.Tensor, part: torch.Tensor, size: int, at: Span) -> Iterator[torch.Tensor]:
+    """What of a result for the slice may belong to the tokens; they may be one dimension with another."""
+    count = at[1] - at[0]
+    if whole.dim() != part.dim():
+        return
+    dims = [i for i in range(part.dim()) if whole.shape[i] != part.shape[i]]
+    if any(whole.shape[i] * count != part.shape[i] * size for i in dims):
+        return
+    for inner in itertools.product((False, True), repeat=len(dims)):
+        own = whole
+        for i, inside in zip(dims, inner, strict=True):
+            other = part.shape[i] // count
+            shape, to = ((other, size), i + 1) if inside else ((size, other), i)
+            own = own.unflatten(i, shape).narrow(to, at[0], count).flatten(i, i + 1)
+        yield own
