@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.planner.models import GPTBlock
-from remat import checkpoint_policy, pareto, plan_model, remat
+from remat import checkpoint_policy, fit, remat
+from remat.plan import pareto
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "front.csv"
@@ -67,7 +68,7 @@ def peaks() -> Iterator[Point]:
         with warnings.catch_warnings():
             # The least that is possible is what is asked for.
             warnings.simplefilter("ignore")
-            plan = plan_model(stack, x, budget=budget, cost="flops")
+            plan = fit(stack, x, budget=budget, cost="flops")
         yield Point("peak", name, depth, plan.peak_bytes)
         if name == "no remat":
             yield Point("peak", FLOOR, depth, depth * sum(p.nbytes for p in block.parameters()))

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.common.records import Record, save
-from remat import plan_model
+from remat import fit
 from remat.plan import Layout, MeshPlan
 
 
@@ -226,7 +226,7 @@ def planned(sizes: Sizes, tokens: tuple[int, int], layout: Layout, memory: int |
     """The plan of a job, made on the meta device."""
     with torch.device("meta"):
         model, microbatch = Decoder(sizes, tokens[1]), torch.empty(tokens, dtype=torch.long)
-    return plan_model(model, microbatch, mesh=layout, memory=memory, device="h100")
+    return fit(model, microbatch, mesh=layout, memory=memory, device="h100")
 
 
 def measured(number: int) -> list[Record]:

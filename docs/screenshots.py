@@ -48,7 +48,7 @@ def save_report(path: Path) -> None:
 
         return model.loss(params, tokens, wrap)
 
-    explain(loss, next(batches(4, sizes.seq)), frontier=True).save(path)
+    explain(loss, next(batches(4, sizes.seq)), policies=True).save(path)
 
 
 def shoot(page: Path | str, name: str, width: int, height: int) -> None:

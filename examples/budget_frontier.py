@@ -11,7 +11,8 @@
 import torch
 from torch import nn
 
-from remat import checkpoint_policy, pareto, remat, saved_residuals
+from remat import checkpoint_policy, remat, saved_residuals
+from remat.plan import pareto
 
 torch.manual_seed(0)
 block = nn.Sequential(

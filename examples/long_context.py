@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
-from remat import checkpoint_policy, plan_model
+from remat import checkpoint_policy, fit
 
 GIB = 2**30
 TOKENS, WIDTH, DEPTH = 32768, 5120, 12
@@ -56,17 +56,18 @@ state = 14 * sum(p.numel() for p in model.parameters())
 room = card - state
 
 # %% [markdown]
-# Each block becomes a region. `plan_model` splits one budget over all of them, or finds the largest budget
-# that stays within a peak. The peak counts activations and gradients, op by op.
+# Each block becomes a region. `fit` of a function splits one budget over all of them, or finds the largest
+# budget that stays within a peak. The peak counts activations and gradients, op by op.
 
 # %%
 remat.nn.apply(model, layers="*", policy=checkpoint_policy(budget=0.5))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # a budget of all there is draws a warning, and no remat is what is asked
+    step = lambda x: model(x)  # noqa: E731
     plans = {
-        "no remat": plan_model(model, x, budget=1.0, device="h100"),
-        "free": plan_model(model, x, budget="free", device="h100"),
-        "planned": plan_model(model, x, peak=room, device="h100"),
+        "no remat": fit(step, x, budget=1.0, device="h100"),
+        "free": fit(step, x, budget="free", device="h100"),
+        "planned": fit(step, x, peak=room, device="h100"),
     }
 for name, plan in plans.items():
     verdict = "fits" if plan.peak_bytes <= room else "does not fit"

@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from remat import debug, gpu, interop, plan, policies, presets, schedules, transforms
     from remat import nn as nn
     from remat._fit import fit
-    from remat._inspect.report import compare, explain
-    from remat.plan import pareto, plan_model
+    from remat._inspect.report import explain
 
 __version__ = "0.2.0"
 
@@ -67,7 +66,6 @@ __all__ = [
     "Policy",
     "PolicyLike",
     "RematError",
-    "Residual",
     "UnmatchedName",
     "apply",
     "capture",
@@ -75,7 +73,6 @@ __all__ = [
     "checkpoint",
     "checkpoint_name",
     "checkpoint_policy",
-    "compare",
     "debug",
     "explain",
     "fit",
@@ -83,9 +80,7 @@ __all__ = [
     "interop",
     "is_recomputing",
     "offload",
-    "pareto",
     "plan",
-    "plan_model",
     "policies",
     "presets",
     "regions",
@@ -119,8 +114,7 @@ __all__ = [
 
 # Loaded when they are first asked for: the planner and the reports are large, and most steps need neither.
 _LATER = {
-    **dict.fromkeys(("compare", "explain"), "remat._inspect.report"),
-    **dict.fromkeys(("pareto", "plan_model"), "remat.plan"),
+    "explain": "remat._inspect.report",
     "fit": "remat._fit",
 }
 _ROOMS = ("debug", "gpu", "interop", "jax_names", "layers", "nn", "plan", "presets")
@@ -144,7 +138,7 @@ _ELSEWHERE = {
     "CheckpointPolicy": "remat.Decision",
     "checkpoint_policies": "remat.jax_names.checkpoint_policies",
     "apply_to": "remat.nn.apply_to",
-    **{name: f"remat.plan.{name}" for name in ("Layout", "plan_chain")},
+    **{name: f"remat.plan.{name}" for name in ("Layout", "MeshPlan", "Frontier")},
 }
 
 

@@ -285,7 +285,7 @@ def checkpoint_policy(
             the region. An int, or a string such as `"2GiB"`, is bytes. What to keep is solved to optimality.
         peak: instead of a rule, or beside `budget`: the most bytes that may be live at once in forward and
             backward of the region, simulated. An int, or a string such as `"20GiB"`. Recomputes the least for
-            it. For a model of many regions see `remat.plan_model(..., peak=...)`.
+            it. For a model of many regions see `remat.fit(..., peak=...)`.
         cost: with these two, the model of what recomputation costs: `"roofline"`, or another that
             `remat.plan` knows.
         device: with these two, the device whose speed is meant; None means the one the tensors are on.

@@ -17,19 +17,33 @@ _POLICIES = {
     "save_every": ("remat.save_every_nth", "remat"),
     "save_unbatched_matmuls": ("remat.save_weight_matmuls", "remat"),
 }
+_PLANS = {
+    "plan_chain": ("remat.fit([stage1, stage2], x, peak=...)", "remat._fit.older"),
+    "plan_model": ("remat.fit(fn, *args, budget=...)", "remat._fit.older"),
+}
 _AMBIENT = {"register_ambient": ("remat.register_state", "remat")}
 # Of each module: the old name, what to write, and the module that has it, by the old name or by the new one.
 OLD: dict[str, dict[str, tuple[str, str]]] = {
     "remat": {
         **_POLICIES,
         **_AMBIENT,
+        "compare": ("remat.explain(fn, *args, policies=...)", "remat._inspect.report"),
+        "pareto": ("remat.plan.pareto", "remat.plan"),
+        "plan_model": _PLANS["plan_model"],
         "print_saved_residuals": ("print(remat.saved_residuals(fn, *args))", "remat._inspect"),
     },
     "remat.policies": _POLICIES,
-    "remat.plan": {"register_cost": _POLICIES["register_cost"]},
+    "remat.plan": {**_PLANS, "register_cost": _POLICIES["register_cost"]},
     "remat.ambient": _AMBIENT,
     "remat.layers": {
         name: (f"remat.{name}", "remat") for name in ("scan_layers", "stack_params", "unstack_params")
+    },
+    "remat.interop.diffusers": {
+        "enable": (
+            "model.enable_gradient_checkpointing(gradient_checkpointing_func="
+            "remat.interop.CheckpointFunction(policy))",
+            "remat.interop._older",
+        )
     },
     "remat.scan": {"scan_remat": ("remat.scan_remat", "remat")},
 }

@@ -6,7 +6,7 @@
 Every planner may keep the same bytes between forward and backward; what is on its way to and fro counts. A
 row says by how much a step is longer than one that keeps everything: recomputation, and waiting for the link.
 
-- `joint`: this library's exact plan. `recompute`: the same without a host. `plan_model`: the whole call, with
+- `joint`: this library's exact plan. `recompute`: the same without a host. `fit`: the whole call, with
   the tracing of the model.
 - `offload`: nothing is recomputed: as many values go as the bytes ask for, and wait where the link is full.
 - `greedy`: values one by one, by price per byte: those of the lowest price are recomputed, the others
@@ -31,8 +31,8 @@ import torch
 
 from benchmarks.common.models import Around, named
 from benchmarks.common.records import RESULTS
-from remat import checkpoint_policy, remat
-from remat.plan import LINKS, cost_model, plan_model, plans_by_budget, step_of
+from remat import checkpoint_policy, fit, remat
+from remat.plan import LINKS, cost_model, plans_by_budget, step_of
 from remat.plan.compared import SOLVERS, torch_plan
 from remat.plan.graph import Graph
 from remat.plan.joined import over_link, windows
@@ -117,10 +117,10 @@ class Rivals:
         found = solve(union([self.problem] * BLOCKS), budget, time_limit=2.0)
         return found.solution.cost, 0, found.gap, time.process_time() - start
 
-    def plan_model(self, budget: float) -> Row:
+    def fitted(self, budget: float) -> Row:
         fn, x = blocks(BLOCKS)
         start = time.process_time()
-        plan = plan_model(fn, x, budget=int(budget), link=self.speed, device="h100")
+        plan = fit(fn, x, budget=int(budget), link=self.speed, device="h100")
         seconds = time.process_time() - start
         return plan.cost, sum(region.sent_bytes for region in plan.regions), plan.gap, seconds
 
@@ -184,7 +184,7 @@ def rows() -> Iterator[dict[str, str]]:
         rivals = Rivals(graph, problem, LINKS[link])
         planners: dict[str, Callable[[float], Row | None]] = {
             "joint": rivals.joint,
-            "plan_model": rivals.plan_model,
+            "fit": rivals.fitted,
             "recompute": rivals.recompute,
             "offload": rivals.offload,
             "greedy": rivals.greedy,

@@ -13,8 +13,8 @@ from benchmarks.common.models import Problem
 from benchmarks.common.peers import Peer, peer
 from benchmarks.suite.cases import NO_TIME, Case, Measured
 from benchmarks.suite.panel import compiled_step, problem_of
+from remat import fit
 from remat.cli.steps import unmarked
-from remat.plan import plan_model
 from remat.plan.compared import torch_plan
 from remat.plan.joint import record
 
@@ -78,7 +78,7 @@ def plan_seconds(case: Case, deadline: Deadline = NEVER) -> Iterator[Measured]:
             seconds = torch_plan(joint, share, solver).seconds
         else:
             start = time.perf_counter()
-            plan_model(loss, own, problem.batch, budget=share)
+            fit(loss, own, problem.batch, budget=share)
             seconds = time.perf_counter() - start
         yield row.with_value("plan", "s", seconds)
 

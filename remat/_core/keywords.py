@@ -20,11 +20,11 @@ class KeywordError(RematError, TypeError):
     """A keyword that may be meant for two functions."""
 
 
-def keywords_apart(function: Callable[P, R]) -> Callable[P, R]:
+def keywords_apart(function: Callable[P, R], *, of_several: bool = False) -> Callable[P, R]:
     """Let no option of `function(fn, *args, kwargs=None, **keywords)` be taken from `fn`.
 
     Every keyword that is not an option is `fn`'s. An option is refused if `fn` has an argument of the same
-    name, unless the call says by `kwargs={...}` what is `fn`'s.
+    name, unless the call says by `kwargs={...}` what is `fn`'s. With `of_several`, `fn` may be a list.
 
     Raises:
         RematError: when called: an option that may be either's, or a keyword that is given twice (also a
@@ -36,7 +36,8 @@ def keywords_apart(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **keywords: P.kwargs) -> R:
-        check_callable(name, args)
+        if not (of_several and args and isinstance(args[0], (list, tuple))):
+            check_callable(name, args)
         theirs: Any = keywords.get("kwargs")
         if theirs is None:
             doubtful = own & keywords.keys() - {"kwargs"}

@@ -24,14 +24,16 @@ class Fit:
     Attributes:
         model: the model.
         applied: names of the modules that are regions now: none where the step fits as it is.
-        limit: bytes that were allowed.
+        limit: bytes that were allowed: live at once in the step, or with `by_budget` kept between its passes.
         peak_bytes, plain_bytes: the most live at once in a step, with the regions and without, by simulation.
             All that lives throughout the step is included.
+        kept_bytes, default_bytes: what the blocks keep between the passes, with the regions and without.
         held: what that is.
         cost, unit: price of what runs again in one step, such as 0.012 s.
         binds: what lives at the peak.
         policies: how many blocks have which policy.
         layers: the policy of each block that is a region now, by its name.
+        by_budget: whether a budget was given, in place of a peak.
         notes: what else is to be known of the plan.
         measured_bytes: the peak of a step that was run, beside `peak_bytes`; None until `measure()`.
         seconds: time that it took.
@@ -50,12 +52,15 @@ class Fit:
     limit: int
     peak_bytes: int
     plain_bytes: int
+    kept_bytes: int
+    default_bytes: int
     held: HeldBytes
     cost: float
     unit: str
     binds: str
     policies: dict[str, int]
     layers: dict[str, str] = field(default_factory=dict)
+    by_budget: bool = False
     notes: tuple[str, ...] = ()
     measured_bytes: int | None = None
     seconds: float = field(default=0.0, compare=False, repr=False)
@@ -97,11 +102,14 @@ class Fit:
         return "" if self.measured_bytes is None else f" (measured {format_bytes(self.measured_bytes)})"
 
     def __str__(self) -> str:
-        before, limit = format_bytes(self.plain_bytes), format_bytes(self.limit)
+        before, limit = format_bytes(self.plain_bytes), f" of {format_bytes(self.limit)}"
+        if self.by_budget:
+            kept, default = format_bytes(self.kept_bytes), format_bytes(self.default_bytes)
+            limit = f", {kept} kept of {default} (budget {format_bytes(self.limit)})"
         held = f"  held throughout: {format_bytes(self.held.bytes)} ({self.held})"
         notes = [f"  note: {note}" for note in self.notes]
         if not self.applied:
-            head = f"{type(self.model).__name__} fits as it is: peak {before}{self._beside} of {limit}"
+            head = f"{type(self.model).__name__} fits as it is: peak {before}{self._beside}{limit}"
             return "\n".join([head, held, *notes])
         unit = "ms" if self.unit == "s" else self.unit
         cost = self.cost * (1e3 if self.unit == "s" else 1.0)
@@ -110,7 +118,7 @@ class Fit:
             names.setdefault(policy, []).append(name)
         return "\n".join(
             [
-                f"{type(self.model).__name__}: peak {format_bytes(self.peak_bytes)}{self._beside} of {limit} "
+                f"{type(self.model).__name__}: peak {format_bytes(self.peak_bytes)}{self._beside}{limit} "
                 f"({before} without remat), {cost:.4g} {unit} more a step, {self.per_gib:.4g} {unit} per GiB",
                 f"  at the peak: {self.binds}",
                 held,

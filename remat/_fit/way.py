@@ -26,6 +26,7 @@ from remat.plan import (
     Plan,
     Portfolio,
     WholeStep,
+    check_budget,
     plans_by_budget,
     ran_step_of,
     step_of,
@@ -136,10 +137,19 @@ _PARTS, _PARTS_OF_DATA = 100, 25
 
 
 class Way:
-    """A model that is cut into blocks, and a choice for each; `chosen` is None if none keeps to the limit."""
+    """A model that is cut into blocks, and a choice for each; `chosen` is None if none keeps to the limit.
+
+    Without a limit `budget` says what the blocks may keep.
+    """
 
     def __init__(
-        self, source: ModelStep, names: list[str], limit: int, model: CostModel, ready: dict[str, Policy]
+        self,
+        source: ModelStep,
+        names: list[str],
+        limit: int | None,
+        model: CostModel,
+        ready: dict[str, Policy],
+        budget: Any = None,
     ) -> None:
         self.source, self.names = source, names
         self.modules = {name: source.model.get_submodule(name) for name in names}
@@ -150,6 +160,11 @@ class Way:
         self.portfolio = Portfolio(self.step, model, ready)
         self.plain = self.portfolio.plain()
         self._parts = _PARTS_OF_DATA if self.step.ran else _PARTS
+        self.budget = 0
+        if limit is None:
+            self.budget, chosen = self.portfolio.keeping(check_budget(budget))
+            self.chosen = chosen if chosen.cost else self.plain
+            return
         allowed = limit * self._parts // (self._parts + 1)
         self.chosen = self.plain if self.plain.peak <= allowed else self.portfolio.within(allowed)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from remat._inspect.report import Comparison, Explanation
+from remat._inspect.report import Explanation
 
 
-def show(report: Explanation | Comparison, json: bool, html: Path | None = None) -> int:
+def show(report: Explanation, json: bool, html: Path | None = None) -> int:
     """Print the report, as text or JSON, and write the page; returns the exit code."""
     from rich.console import Console
 

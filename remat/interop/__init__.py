@@ -1,6 +1,6 @@
 """Seams that exist already: calls shaped like torch.utils.checkpoint's, and hooks of model libraries.
 
-Modules of their own: `remat.interop.huggingface`, `remat.interop.diffusers`, `remat.interop.torchtitan`.
+Modules of their own: `remat.interop.huggingface`, `remat.interop.torchtitan`.
 """
 
 from remat.interop._checkpoint import CheckpointFunction as CheckpointFunction

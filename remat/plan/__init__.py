@@ -3,12 +3,13 @@
 import functools
 
 from remat._deprecated import old
+from remat.plan.budget import check_budget as check_budget
 from remat.plan.budget import check_peak as check_peak
 from remat.plan.calls import graph_of as graph_of
 from remat.plan.chain import Choice as Choice
 from remat.plan.chain import Measure as Measure
 from remat.plan.chain_plan import ChainPlan as ChainPlan
-from remat.plan.chain_plan import plan_chain as plan_chain
+from remat.plan.chain_plan import plan_stages as plan_stages
 from remat.plan.chosen import Chosen as Chosen
 from remat.plan.chosen import Portfolio as Portfolio
 from remat.plan.compared import READY as READY
@@ -21,7 +22,8 @@ from remat.plan.graph import speeds_of as speeds_of
 from remat.plan.layout import Layout as Layout
 from remat.plan.layout import MeshPlan as MeshPlan
 from remat.plan.layout import agree as agree
-from remat.plan.model import plan_model as plan_model
+from remat.plan.layout import plan_mesh as plan_mesh
+from remat.plan.model import plan_regions as plan_regions
 from remat.plan.model import plans_by_budget as plans_by_budget
 from remat.plan.pareto import Frontier as Frontier
 from remat.plan.pareto import pareto as pareto
@@ -36,6 +38,6 @@ from remat.plan.step import WholeStep as WholeStep
 from remat.plan.step import ran_step_of as ran_step_of
 from remat.plan.step import step_of as step_of
 
-__all__ = ["Frontier", "Layout", "MeshPlan", "pareto", "plan_chain", "plan_model"]
+__all__ = ["Layout", "MeshPlan", "pareto"]
 
 __getattr__ = functools.partial(old, __name__)

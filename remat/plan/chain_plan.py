@@ -1,6 +1,6 @@
 """A plan for functions called one after another: which regions they form, nested ones too.
 
-`plan_model` meets regions one by one. It cannot tell that a result is only the next region's argument, nor
+`plan_regions` meets regions one by one. It cannot tell that a result is only the next region's argument, nor
 put a region around several calls of the user's. So here the functions are given, and the plan makes the
 calls. Inside a region that is recomputed as a whole a stage keeps nothing or what autograd keeps: what an
 inner policy saves would be saved in the first forward.
@@ -47,9 +47,8 @@ class ChainPlan:
         seconds: time that planning took.
 
     Example:
-        >>> import torch
-        >>> from remat.plan import plan_chain
-        >>> planned = plan_chain([torch.sin, torch.exp], torch.ones(64, requires_grad=True), peak="2KiB")
+        >>> import remat, torch
+        >>> planned = remat.fit([torch.sin, torch.exp], torch.ones(64, requires_grad=True), peak="2KiB")
         >>> planned(torch.zeros(64)).shape, planned.peak_bytes <= 2048
         (torch.Size([64]), True)
     """
@@ -93,11 +92,11 @@ class ChainPlan:
                 yield f"{stages}: keeps {format_bytes(plan.kept_bytes)}, {plan.recomputed_flops:.4g} FLOPs"
 
 
-def plan_chain(
+def plan_stages(
     stages: Stages,
     x: Any,
     *args: Any,
-    peak: int | str,
+    peak: int | str | None,
     cost: str | CostModel = "roofline",
     device: Any = None,
     compiled: bool = False,
@@ -129,18 +128,19 @@ def plan_chain(
             gives the lowest).
 
     Example:
-        >>> import torch
-        >>> from remat.plan import plan_chain
+        >>> import remat, torch
         >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)]
         >>> x = torch.ones(256, 64)
-        >>> planned = plan_chain(layers, x, peak="400KiB")
+        >>> planned = remat.fit(layers, x, peak="400KiB")
         >>> planned(x).sum().backward()
         >>> planned.peak_bytes <= 400 * 2**10
         True
     """
     start = time.perf_counter()
     if not stages:
-        raise RematError("plan_chain got no stages: write plan_chain([block1, block2], x, peak='20GiB').")
+        raise RematError("remat.fit got no stages: write remat.fit([block1, block2], x, peak='20GiB').")
+    if peak is None:
+        raise RematError("remat.fit of a list of stages takes peak=...: write peak='20GiB'.")
     limit, model = check_peak(peak), cost_model(cost, device, compiled=compiled)
     graphs = looked(lambda _, hooks: trace(stages, x, args, hooks), stages, x, args)
     if not any(graph.joint.gradients for graph in graphs[0]):

@@ -9,6 +9,7 @@ from functools import cached_property
 from remat.plan.chain import Chain, Choice, Measure, Stage, best_parts
 from remat.plan.compared import saved_by
 from remat.plan.graph import CostModel, Graph
+from remat.plan.model import pieces_within
 from remat.plan.plans import Plan
 from remat.plan.solve import INF, Solved, complete, keep_all, margin_of
 from remat.plan.step import WholeStep
@@ -126,6 +127,30 @@ class Portfolio:
             return cheapest
         ready = min(uniform, key=lambda chosen: chosen.cost)
         return ready if ready.cost - cheapest.cost < self._margin and cheapest.cost else cheapest
+
+    def keeping(self, budget: float | int | str) -> tuple[int, Chosen]:
+        """Bytes of a budget, and the cheapest choice whose regions keep no more between the passes.
+
+        Never dearer than a ready policy everywhere that keeps no more.
+        """
+        limit, pieces = pieces_within(self.step.graphs, self.model, budget)
+        choices = [
+            self.step.placed(at, self.step.measure(at, self.model).choice(piece))
+            if piece.cost
+            else stage.plain
+            for at, (piece, stage) in enumerate(zip(pieces, self.stages, strict=True))
+        ]
+        uniform = [found for found in self.uniform().values() if self.kept(found) <= limit]
+        return limit, min([*uniform, self.of(choices)], key=lambda chosen: chosen.cost)
+
+    def kept(self, chosen: Chosen) -> int:
+        """Bytes that regions keep between the passes, over what they are given, as budgets count them."""
+        found = 0
+        for graph, choice in zip(self.step.graphs, chosen.choices, strict=True):
+            size = graph.problem(self.model).size
+            plain = not choice.saved and not choice.cost
+            found += graph.kept_by_default if plain else int(sum(size[v] for v in choice.saved))
+        return found
 
     def _searched(self, limit: int) -> Iterator[Chosen]:
         """What the search finds within a peak.

@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, overload
-
-import torch
+from typing import Any
 
 from remat._core import joined_keywords, keywords_apart
 from remat.plan.budget import check_budget, check_peak, warn_below_least
@@ -17,7 +15,6 @@ from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.joined import OverLink, over_link
 from remat.plan.joint import NotOnFakes, on_fakes, planned_for
-from remat.plan.layout import Layout, MeshPlan, plan_mesh
 from remat.plan.peak import OutOfReach, Profile, highest_within, profile, step_peak
 from remat.plan.plans import ModelPlan, Plan, handling, speed_of
 from remat.plan.solve import (
@@ -37,34 +34,8 @@ from remat.policies import Policy
 from remat.transforms import RematError
 
 
-@overload
-def plan_model(
-    fn: torch.nn.Module,
-    /,
-    *args: Any,
-    mesh: Layout,
-    memory: int | str | None = None,
-    cost: str | CostModel = "roofline",
-    device: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
-    **keywords: Any,
-) -> MeshPlan: ...
-@overload
-def plan_model(
-    fn: Callable[..., Any],
-    /,
-    *args: Any,
-    budget: float | int | str | None = None,
-    peak: int | str | None = None,
-    cost: str | CostModel = "roofline",
-    device: Any = None,
-    time_limit: float = 2.0,
-    link: str | float | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    **keywords: Any,
-) -> ModelPlan: ...
 @keywords_apart
-def plan_model(
+def plan_regions(
     fn: Callable[..., Any],
     /,
     *args: Any,
@@ -72,89 +43,51 @@ def plan_model(
     peak: int | str | None = None,
     cost: str | CostModel = "roofline",
     device: Any = None,
-    time_limit: float = 2.0,
     link: str | float | None = None,
-    mesh: Layout | None = None,
-    memory: int | str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
-) -> Any:
-    """Split one budget over all regions that `fn(*args, **keywords)` calls.
+) -> ModelPlan:
+    """Split one budget over all regions that `fn(*args, **keywords)` calls; `remat.fit` has the words.
 
-    The regions are the calls inside `fn` of functions wrapped as `remat(f,
-    policy=checkpoint_policy(budget=...))`; their own budgets give way to the common one. `fn` runs once on
-    fake tensors to find them. All regions are solved as one problem, so bytes go where they spare most. What
-    `fn` keeps outside of its regions is not counted.
-
-    Args:
-        fn: the whole model or loss.
-        args, keywords: its arguments.
-        budget: a share of what the regions would keep without remat, bytes, or a text such as "2GiB".
-        peak: instead of `budget`, the most bytes that may be live at once in forward and backward, over what
-            lives before the step, by simulation.
-        cost, device, time_limit: as for `BudgetPolicy`.
-        mesh: how a job spreads the model over devices. `fn` is then the whole model, a module that may be on
-            the meta device, and `args` are one microbatch of one rank. Nothing is computed, no process
-            group is needed, and the blocks need not be regions. The plan has a budget for each stage of the
-            pipeline: what the fixed bytes leave of `memory`.
-        memory: with `mesh`, bytes of one device; None means those of `device`.
-        link: with a budget, values may also go to the host, over a link of this speed. Write "pcie4",
-            "pcie5", "gh200", or bytes per second in one direction. Only what is copied behind the compute
-            goes, so `cost` must be in seconds.
-        kwargs: keywords of `fn` that are named like options here: `kwargs={"device": "cpu"}`. An option
-            that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
-
-    Returns:
-        A function like `fn` that carries the plan out; with `mesh` a `MeshPlan`, a plan for every rank.
+    `fn` runs once on fake tensors to find them. All regions are solved as one problem, so bytes go where they
+    spare most. What `fn` keeps outside of its regions is not counted.
 
     Raises:
         RematError: no region is met, or the budget is out of reach (the message gives the least).
-
-    Example:
-        >>> import torch
-        >>> from remat import remat, checkpoint_policy
-        >>> from remat.plan import plan_model
-        >>> block = remat(lambda x: torch.tanh(x @ x).exp(), policy=checkpoint_policy(budget=0.5))
-        >>> x = torch.eye(4, requires_grad=True)
-        >>> planned = plan_model(lambda x: block(block(x)).sum(), x, budget=0.6)
-        >>> planned(x).backward()
     """
     given = joined_keywords(keywords, kwargs)
-    if mesh is not None or memory is not None:
-        _only_mesh(mesh, budget, peak)
-        spread: Any = mesh
-        return plan_mesh(fn, args, given, spread, memory, cost, device)
     with planned_for(device):
         graphs = _regions(fn, args, given)
     if not graphs:
         raise RematError(
-            "plan_model found no region to plan: wrap the blocks of the model as "
+            "remat.fit found no region to plan: wrap the blocks of the model as "
             "remat(block, policy=checkpoint_policy(budget=0.5)); their budgets give way to the common one."
         )
     if not any(graph.joint.gradients for _, graph in graphs):
         graphs[0][1].check_differentiated(graphs[0][0])
     if (budget is None) == (peak is None):
         raise RematError(
-            'plan_model takes budget=... or peak=..., one of them: write budget=0.4 or peak="20GiB".'
+            'remat.fit takes budget=... or peak=..., one of them: write budget=0.4 or peak="20GiB".'
         )
-    model = cost_model(cost, device)
-    task = _Task(fn, graphs, model, budget == "free", time_limit)
+    task = _Task(fn, graphs, cost_model(cost, device), budget == "free")
     if peak is not None:
         if link is not None:
-            raise RematError("plan_model(link=...) goes with a budget: write budget=..., not peak=....")
+            raise RematError("remat.fit(link=...) goes with a budget: write budget=..., not peak=....")
         return task.within_peak(check_peak(peak))
     if link is not None:
-        return task.over_link(_bytes(check_budget(budget), task.whole, task.default), speed_of(link))
-    return task.plan(_bytes(check_budget(budget), task.whole, task.default))
+        return task.over_link(task.bytes_of(budget), speed_of(link))
+    return task.plan(task.bytes_of(budget))
 
 
-def _only_mesh(mesh: Any, budget: Any, peak: Any) -> None:
-    if mesh is None:
-        raise RematError("plan_model(memory=...) is for mesh=Layout(...); for one device write peak=...")
-    if budget is not None or peak is not None:
-        raise RematError(
-            "plan_model(mesh=...) takes memory=..., the bytes of one device, not budget or peak."
-        )
+def pieces_within(graphs: Sequence[Graph], model: CostModel, budget: Any) -> tuple[int, list[Solution]]:
+    """Bytes of a budget that regions share, and the cheapest that each may keep of it."""
+    task = _Task(None, [("", graph) for graph in graphs], model, budget == "free")
+    limit = task.bytes_of(budget)
+    return limit, split(task.parts, solve(task.whole, limit, time_limit=_SECONDS).solution)
+
+
+# The search stops there where nothing is proven; the gap then says so.
+_SECONDS = 2.0
 
 
 class _Task:
@@ -162,14 +95,12 @@ class _Task:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Any,
         graphs: list[tuple[str, Graph]],
         model: CostModel,
         free: bool,
-        time_limit: float,
     ) -> None:
-        self.fn, self.graphs, self.unit, self.time_limit = fn, graphs, model.unit, time_limit
-        self.model = model
+        self.fn, self.graphs, self.unit, self.model = fn, graphs, model.unit, model
         # Graphs that are one graph have one problem: it is made, and solved, once.
         distinct = {id(graph): graph for _, graph in graphs}
         made = {key: graph.problem(model, keep_heavy=free) for key, graph in distinct.items()}
@@ -177,9 +108,13 @@ class _Task:
         self.whole = union(self.parts)
         self.default = sum(graph.kept_by_default for _, graph in graphs)
 
+    def bytes_of(self, budget: Any) -> int:
+        """A budget as the user wrote it, in bytes of all regions together."""
+        return _bytes(check_budget(budget), self.whole, self.default)
+
     def plan(self, budget: int) -> ModelPlan:
         """The cheapest plan that keeps at most `budget` bytes."""
-        return self._model_plan(solve(self.whole, budget, time_limit=self.time_limit), budget)
+        return self._model_plan(solve(self.whole, budget, time_limit=_SECONDS), budget)
 
     def _solved_within(self, budget: int) -> ModelPlan | None:
         """The plan without a host, None where there is none."""

@@ -348,7 +348,7 @@ class OutOfReach(RematError):
         super().__init__(
             f"A peak of {limit:,} bytes cannot be met by choosing what to keep: the lowest that was found is "
             f"{lowest:,} bytes. Write peak={lowest} or more, make the regions (one block each) or the batch "
-            "smaller, or recompute more than once, with remat.plan.plan_chain."
+            "smaller, or recompute more than once, with remat.fit([stage1, stage2], x, peak=...)."
         )
 
 

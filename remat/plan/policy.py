@@ -56,7 +56,7 @@ class BudgetPolicy(Numbered):
         peak: the most bytes that may be live at once in the region's forward and backward, by simulation. It
             is a limit beside the budget, and None means no limit. It helps in compiled code. In eager a
             region runs again as a whole, so its own peak hardly depends on what it keeps. For the peak of
-            many regions use `plan_model` or `plan_chain`.
+            many regions use `remat.fit`.
 
     Example:
         >>> import torch

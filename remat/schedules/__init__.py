@@ -16,4 +16,4 @@ from remat.schedules._offline import repetitions as repetitions
 from remat.schedules._offline import split as split
 from remat.schedules._online import Online as Online
 
-__all__ = ["All", "Multilevel", "Online", "Revolve", "Segmented", "Sqrt"]
+__all__ = ["Multilevel", "Online", "Revolve", "Segmented", "Sqrt"]

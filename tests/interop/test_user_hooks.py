@@ -22,8 +22,8 @@ from remat import (
     RematError,
     checkpoint_name,
     checkpoint_policy,
+    fit,
     offload,
-    plan_model,
     remat,
     save_everything,
     save_matmuls,
@@ -301,7 +301,7 @@ def test_a_plan_of_a_model_around_torchs_checkpoint(budget: float, inside: bool)
         return loss
 
     x = torch.ones(N, N, dtype=torch.float64, requires_grad=True)
-    planned = plan_model(step, x, budget=budget, cost="flops")
+    planned = fit(step, x, budget=budget, cost="flops")
     (want,) = torch.autograd.grad(block(block(x)).sum(), x)
     for _ in range(2):
         x.grad = None

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from remat import RematError, checkpoint_policy, pareto, plan_model, remat
-from remat.plan import plan_chain
+from remat import RematError, checkpoint_policy, fit, remat
+from remat.plan import pareto
 
 BUDGET = checkpoint_policy(budget=0.5)
 X = torch.randn(4, 8)
@@ -29,8 +29,8 @@ def leaf(rows=4):
 PLANNERS = {
     "pareto": lambda fn, x: pareto(fn, x),
     "plan": BUDGET.plan,
-    "plan_chain": lambda fn, x: plan_chain([fn, fn], x, peak="1MiB"),
-    "plan_model": lambda fn, x: plan_model(remat(fn, policy=BUDGET), x, budget=0.5),
+    "fit of stages": lambda fn, x: fit([fn, fn], x, peak="1MiB"),
+    "fit of a function": lambda fn, x: fit(remat(fn, policy=BUDGET), x, budget=0.5),
 }
 
 
@@ -107,7 +107,7 @@ def test_a_plan_of_a_model_compiles_at_every_length():
     """A compiler looks at a graph more than once: each time the regions have their plans again."""
     blocks = [network() for _ in range(2)]
     regions = [remat(block, policy=BUDGET) for block in blocks]
-    planned = plan_model(lambda x: regions[1](regions[0](x)).sum(), leaf(), budget=0.6)
+    planned = fit(lambda x: regions[1](regions[0](x)).sum(), leaf(), budget=0.6)
     compiled = torch.compile(planned, backend="aot_eager")
     for rows in (4, 6, 9):
         x = leaf(rows)

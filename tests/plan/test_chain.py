@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.planner.models import MODELS, gpt
-from remat import RematError
-from remat.plan import Flops, plan_chain
+from remat import RematError, fit
+from remat.plan import Flops
 from tests.plan.inside import Chain, Choice, Part, Stage, best_parts
 from tests.plan.models import MLP, Attention, Watch
 
@@ -114,7 +114,7 @@ def gradients(fn, stages, x):
 
 def lowest_of(stages, x, **options):
     with pytest.raises(RematError, match="cannot be met by this chain") as error:
-        plan_chain(stages, x, peak=1000, **options)
+        fit(stages, x, peak=1000, **options)
     return int(re.findall(r"peak=(\d+)", str(error.value))[0])
 
 
@@ -135,7 +135,7 @@ def watched(fn, stages, x):
 def test_the_engine_keeps_to_the_plan(share):
     stages, x = halves()
     x = x.requires_grad_() * 1
-    plan = plan_chain(stages, x, peak=int(share * lowest_of(stages, x)), cost="flops")
+    plan = fit(stages, x, peak=int(share * lowest_of(stages, x)), cost="flops")
     expected = gradients(through(stages), stages, x.detach())
     assert all(map(torch.equal, gradients(plan, stages, x.detach()), expected))
     plain = watched(through(stages), stages, x.detach())[1]
@@ -150,17 +150,17 @@ def test_the_engine_keeps_to_the_plan(share):
 def test_the_lowest_peak_takes_nested_regions():
     stages, x = halves(6)
     x = x.requires_grad_() * 1
-    plan = plan_chain(stages, x, peak=lowest_of(stages, x), cost="flops")
+    plan = fit(stages, x, peak=lowest_of(stages, x), cost="flops")
     nested = [part for part in plan.parts if any(inside.parts for inside in part.parts)]
     assert nested and "recomputed as a whole from its input, then\n    " in str(plan)
-    every_half = plan_chain(stages, x, peak="1GiB").default_bytes
+    every_half = fit(stages, x, peak="1GiB").default_bytes
     assert plan.kept_bytes < every_half / 5
 
 
 @pytest.mark.slow
 def test_random_numbers_are_the_same_when_they_run_for_the_third_time():
     stages, x = halves(2, dropout=0.3)
-    plan = plan_chain(stages, x.requires_grad_() * 1, peak=lowest_of(stages, x * 1))
+    plan = fit(stages, x.requires_grad_() * 1, peak=lowest_of(stages, x * 1))
     results = []
     for fn in (through(stages), plan):
         torch.manual_seed(3)
@@ -175,7 +175,7 @@ def test_under_compile_and_torch_func(compiled):
     expected = gradients(through(stages), stages, x)
     traced = x.requires_grad_() * 1
     peak = int(1.1 * lowest_of(stages, traced, compiled=compiled))
-    plan = plan_chain(stages, traced, peak=peak, compiled=compiled)
+    plan = fit(stages, traced, peak=peak, compiled=compiled)
     run = torch.compile(lambda x: plan(x), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(gradients(run, stages, x.detach()), expected)
     pulled = torch.func.grad(lambda x: plan(x).square().sum())(x.detach())
@@ -199,7 +199,7 @@ def test_stages_may_use_torch_func_inside():
     stages, x = [Force() for _ in range(3)], torch.randn(64, 16, requires_grad=True)
     kept = []
     for peak in ("1GiB", int(1.1 * lowest_of(stages, x * 1))):
-        plan = plan_chain(stages, x * 1, peak=peak)
+        plan = fit(stages, x * 1, peak=peak)
         kept.append(plan.kept_bytes)
         theirs = gradients(through(stages), stages, x.detach())
         torch.testing.assert_close(gradients(plan, stages, x.detach()), theirs)
@@ -214,9 +214,9 @@ def test_trees_and_what_all_stages_share():
     w = torch.randn(16, 16, requires_grad=True)
     state = {"x": torch.randn(64, 16), "w": w}
     scale = torch.randn(16, requires_grad=True)
-    plan = plan_chain([stage] * 6, state, scale, 0.5, peak="1GiB", cost=Flops())
+    plan = fit([stage] * 6, state, scale, 0.5, peak="1GiB", cost=Flops())
     low = int(1.2 * lowest_of([lambda x: stage(x, scale, 0.5)] * 6, state))
-    lean = plan_chain([stage] * 6, state, scale, 0.5, peak=low, cost=Flops())
+    lean = fit([stage] * 6, state, scale, 0.5, peak=low, cost=Flops())
     assert lean.kept_bytes < plan.kept_bytes
 
     def run(s):
@@ -232,9 +232,9 @@ def test_trees_and_what_all_stages_share():
 
 
 def test_what_cannot_be_planned():
-    with pytest.raises(RematError, match="plan_chain got no stages"):
-        plan_chain([], torch.ones(2), peak="1GiB")
+    with pytest.raises(RematError, match="remat.fit got no stages"):
+        fit([], torch.ones(2), peak="1GiB")
     with pytest.raises(RematError, match="positive number of bytes, got 0.5"):
-        plan_chain([torch.sin], torch.ones(2, requires_grad=True), peak=0.5)  # type: ignore[arg-type]
+        fit([torch.sin], torch.ones(2, requires_grad=True), peak=0.5)  # type: ignore[arg-type]
     with pytest.raises(RematError, match="cannot be planned"):
-        plan_chain([lambda x: x * x.sum().item()], torch.ones(2, requires_grad=True), peak=100)
+        fit([lambda x: x * x.sum().item()], torch.ones(2, requires_grad=True), peak=100)

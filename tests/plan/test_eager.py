@@ -10,8 +10,8 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from remat import RematError, checkpoint_policy, remat, save_nothing, saved_residuals, scan_remat
-from remat.plan import BudgetPolicy, Flops, Plan, plan_model
+from remat import RematError, checkpoint_policy, fit, remat, save_nothing, saved_residuals, scan_remat
+from remat.plan import BudgetPolicy, Flops, Plan
 from tests.helpers import OpCounter, crossed, same, sparse
 from tests.plan.models import GPTBlock
 
@@ -205,7 +205,7 @@ def test_one_budget_over_the_regions_of_a_model():
     x = torch.randn(2, 8, 32, requires_grad=True)
     expected = gradients(model, model, x)
     for budget in (0.1, "free", 1.0):
-        planned = plan_model(through, x, budget=budget, cost="flops")
+        planned = fit(through, x, budget=budget, cost="flops")
         torch.testing.assert_close(gradients(planned, model, x), expected, rtol=0, atol=0)
         assert len(planned.regions) == 3 and planned.gap <= 0.005
         assert kept_bytes(planned, x) == planned.kept_bytes <= planned.budget

@@ -227,3 +227,47 @@ def test_the_blocks_of_a_model_of_lists():
         ["stages.0.0.blocks", "stages.1.0.blocks"],
         [f"stages.{k}.0.blocks.{j}" for k in range(2) for j in range(2)],
     ]
+
+
+# -- budgets, functions and stages ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0.4, "900KiB", "free"])
+def test_blocks_of_a_module_share_a_budget(budget):
+    model, tokens = example()
+    wanted = gradients(model, tokens)
+    done = remat.fit(model, tokens, budget=budget)
+    assert done.applied and done.by_budget and 0 < done.kept_bytes <= done.limit < done.default_bytes
+    assert "kept of" in str(done) and "(budget " in str(done)
+    torch.testing.assert_close(gradients(model, tokens), wanted)
+    planned = remat.saved_residuals(model, tokens).kept_bytes
+    done.remove()
+    assert planned < remat.saved_residuals(model, tokens).kept_bytes and not remat.regions(model)
+
+
+def test_a_budget_of_everything_needs_no_regions():
+    model, tokens = example()
+    done = remat.fit(model, tokens, budget=1.0)
+    assert done.applied == () and done.cost == 0 and done.kept_bytes == done.default_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "said"),
+    [
+        (lambda m: m, {}, "one of them"),
+        (lambda m: m, {"peak": "1GiB", "budget": 0.5}, "one of them"),
+        (lambda m: m, {"budget": 0.5, "link": "pcie5"}, r"link=...\) is not for a module"),
+        (lambda m: m, {"memory": "1GiB"}, "is for mesh"),
+        (lambda m: lambda x: m(x), {"peak": "1GiB", "layers": "*"}, r"layers=...\) is not for a function"),
+        (lambda m: lambda x: m(x), {"budget": 0.5, "measure": True}, r"measure=...\) is not for a function"),
+        (lambda m: [m, m], {"budget": 0.5}, r"budget=...\) is not for a list of stages"),
+        (lambda m: [m, 3], {"peak": "1GiB"}, "must be a function or a module, got 3"),
+        (lambda m: [], {"peak": "1GiB"}, "no stages"),
+        (lambda m: [m], {}, "takes peak"),
+    ],
+)
+def test_options_that_are_not_for_what_is_given(given, options, said):
+    model, tokens = example()
+    with pytest.raises(RematError, match=said):
+        remat.fit(given(model), tokens, **options)
+    assert not remat.regions(model)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from remat import checkpoint_policy, nn, plan_model, remat
+from remat import checkpoint_policy, fit, nn, remat
 from remat.plan import Plan, Roofline
 from remat.transforms import RematError
 from tests.inside import is_fake
@@ -78,8 +78,8 @@ def test_a_plan_over_a_link_is_carried_out():
 
     x = torch.randn(4, 16, 32, requires_grad=True)
     expected = gradients(torch.nn.Sequential(*blocks), blocks, x)
-    without = plan_model(through, x, budget=0.5)
-    plan = plan_model(through, x, budget=0.5, link=1e12)
+    without = fit(through, x, budget=0.5)
+    plan = fit(through, x, budget=0.5, link=1e12)
     sent = sum(region.sent_bytes for region in plan.regions)
     assert 0 < sent and plan.cost < without.cost and plan.kept_bytes <= plan.budget == without.budget
     assert plan.gap <= 0.01 and "on the host" in str(plan) and not plan.regions[-1].sent
@@ -87,7 +87,7 @@ def test_a_plan_over_a_link_is_carried_out():
         torch.testing.assert_close(gradients(plan, blocks, x), expected, rtol=0, atol=0)
     assert sum(k.tensor.untyped_storage().nbytes() for k in heard if k.away) == sent
     assert Plan.from_json(plan.regions[0].to_json()) == plan.regions[0]
-    slow = plan_model(through, x, budget=0.5, link=1.0)
+    slow = fit(through, x, budget=0.5, link=1.0)
     assert slow.cost <= without.cost * 1.01 and not any(region.sent for region in slow.regions)
 
 
@@ -103,7 +103,7 @@ def test_equal_layers_are_traced_and_solved_once(monkeypatch):
         stack = torch.nn.Sequential(*(GPTBlock(32, 4) for _ in range(depth)))
         nn.apply(stack, layers="*", policy=checkpoint_policy(budget=0.5))
         x = torch.randn(4, 16, 32, requires_grad=True) * 1
-        plan = plan_model(stack, x, budget=0.7, link="gh200", device="h100")
+        plan = fit(lambda x: stack(x), x, budget=0.7, link="gh200", device="h100")
         assert len(plan.regions) == depth and any(region.sent for region in plan.regions)
         found.append((len(solved), len(problems), len(traced)))
         assert not any(is_fake(o) for o in gc.get_objects() if isinstance(o, torch.Tensor))
@@ -151,4 +151,5 @@ def counted(monkeypatch, name, calls):
 def test_what_a_link_needs(options, said):
     block, x = GPTBlock(32, 4), torch.randn(4, 16, 32, requires_grad=True)
     with pytest.raises(RematError, match=said):
-        plan_model(remat(block, policy=checkpoint_policy(budget=0.5)), x, **options)
+        region = remat(block, policy=checkpoint_policy(budget=0.5))
+        fit(lambda x: region(x), x, **options)

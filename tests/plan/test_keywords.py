@@ -6,7 +6,8 @@ import queue
 import pytest
 import torch
 
-from remat import checkpoint_policy, compare, pareto, plan_model, remat, save_nothing
+from remat import checkpoint_policy, explain, fit, remat, save_nothing
+from remat.plan import pareto
 from remat.transforms import RematError
 
 X = torch.ones(4, 4, requires_grad=True)
@@ -36,12 +37,12 @@ class Seen:
 
 
 def look(which, fn, /, **keywords):
-    if which is plan_model:
+    if which is fit:
         return which(fn, X, **{"budget": 0.6, **keywords})
     return which(fn, X, **{**({"points": 2, "torch_solvers": ()} if which is pareto else {}), **keywords})
 
 
-OPTION = {plan_model: {"budget": 0.6}, pareto: {"device": "h100"}, compare: {"policies": [save_nothing]}}
+OPTION = {fit: {"budget": 0.6}, pareto: {"device": "h100"}, explain: {"policies": [save_nothing]}}
 LOOKS = pytest.mark.parametrize("which", OPTION)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.mesh import Decoder, Sizes, planned, tensor_parallel
-from remat import RematError, plan_model
+from remat import RematError, fit
 from remat import nn as remat_nn
 from remat.plan import BudgetPolicy, Layout, MeshPlan
 from tests.helpers import TORCH
@@ -152,7 +152,7 @@ def test_equal_blocks_are_traced_once_and_numbered_ones_are_alike():
     for number, layer in enumerate(model):
         layer.number = number
     model[3].append(nn.Tanh())
-    several = plan_model(model, torch.ones(2, 4), mesh=Layout(layers="*"), memory="1MiB")
+    several = fit(model, torch.ones(2, 4), mesh=Layout(layers="*"), memory="1MiB")
     programs = [keeps.program for keeps in several.stages[0].blocks.values()]
     assert len(set(programs)) == 2 and programs.count(programs[3]) == 1
 
@@ -166,7 +166,7 @@ def test_blocks_may_use_torch_func_inside():
             return torch.func.grad(lambda a: torch.tanh(a @ self.weight).sum())(h) * h
 
     model, x = nn.Sequential(*[Force(16, 16) for _ in range(3)]), torch.ones(64, 16)
-    plan = plan_model(model, x, mesh=Layout(layers="*"), memory="1GiB")
+    plan = fit(model, x, mesh=Layout(layers="*"), memory="1GiB")
     alone = BudgetPolicy(1.0).plan(model[1], x.requires_grad_() * 1)
     assert [block.kept_bytes for block in plan.stages[0].blocks.values()] == [alone.kept_bytes] * 3
 
@@ -223,18 +223,16 @@ def test_weight_gradients_that_wait_hold_what_they_read():
 def test_less_memory_recomputes_more():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4)])
     x = torch.ones(64, 8)
-    most = plan_model(model, x, mesh=Layout(layers="*"), memory="1MiB").stages[0]
+    most = fit(model, x, mesh=Layout(layers="*"), memory="1MiB").stages[0]
     size = sum(most.fixed.values())
     costs = [
-        plan_model(
-            model, x, mesh=Layout(layers="*"), memory=int(size + share * (most.peak_bytes - size))
-        ).stages[0]
+        fit(model, x, mesh=Layout(layers="*"), memory=int(size + share * (most.peak_bytes - size))).stages[0]
         for share in (0.6, 0.8, 1.0)
     ]
     seconds = [stage.recompute_seconds for stage in costs]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > 0 == seconds[2]
     with pytest.raises(RematError, match=r"(?s)No plan fits into .*optimizer state"):
-        plan_model(model, x, mesh=Layout(layers="*"), memory=size)
+        fit(model, x, mesh=Layout(layers="*"), memory=size)
 
 
 # -- files, and carrying out ------------------------------------------------------------------------------
@@ -364,7 +362,7 @@ def test_layouts_that_mean_nothing(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": 0.5}, "takes memory"),
+        ({"budget": 0.5}, "budget=...\\) is not for mesh"),
         ({"mesh": None}, "is for mesh"),
         ({"memory": "lots"}, "memory of one device"),
         ({"mesh": Layout(layers="*.h.*")}, "lists of modules in it: 'layers"),
@@ -378,7 +376,7 @@ def test_plans_that_cannot_be(options, message):
     with torch.device("meta"):
         model, tokens = Decoder(TINY, TOKENS[1]), torch.empty(TOKENS, dtype=torch.long)
     with pytest.raises(RematError, match=message):
-        plan_model(model, tokens, **{"mesh": Layout(), "memory": "1GiB", **options})
+        fit(model, tokens, **{"mesh": Layout(), "memory": "1GiB", **options})
 
 
 # -- processes --------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
-from remat import RematError, checkpoint_policy, remat, saved_residuals, scan_remat
+from remat import RematError, checkpoint_policy, fit, remat, saved_residuals, scan_remat
 from remat import nn as remat_nn
-from remat.plan import BudgetPolicy, pareto, plan_chain, plan_model
+from remat.plan import BudgetPolicy, pareto
 from tests.helpers import crossed
 from tests.inside import is_fake
 from tests.stateful import MODULES, X, same
@@ -33,9 +33,9 @@ LOOKS = {
     "plan": lambda module: POLICY.plan(module, X),
     "bind": lambda module: POLICY.bind(module, (X,), {}),
     "plan of a closure": lambda module: POLICY.plan(lambda x: module(x), X),
-    "plan_model": lambda module: plan_model(through(module), X, budget=0.5),
+    "fit of a function": lambda module: fit(through(module), X, budget=0.5),
     "pareto": lambda module: pareto(module, X, points=2, torch_solvers=()),
-    "plan_chain": lambda module: plan_chain([module, module], X, peak="1GiB"),
+    "fit of stages": lambda module: fit([module, module], X, peak="1GiB"),
     "peak": lambda module: BudgetPolicy(1.0, peak=1 << 30).plan(module, X),
 }
 
@@ -171,10 +171,10 @@ def test_models_that_fsdp_has_sharded_are_planned(mesh, around):
     before = seen_in(model)
     if around:
         regions = [remat(layer.__call__, policy=POLICY) for layer in model]
-        made = plan_model(lambda x: regions[1](regions[0](x)).sum(), x, budget=0.5)
+        made = fit(lambda x: regions[1](regions[0](x)).sum(), x, budget=0.5)
     else:
-        made = plan_model(model, x, budget=0.5)
-    assert made.kept_bytes == plan_model(plain, x, budget=0.5).kept_bytes
+        made = fit(lambda x: model(x), x, budget=0.5)
+    assert made.kept_bytes == fit(lambda x: plain(x), x, budget=0.5).kept_bytes
     assert seen_in(model) == before
 
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.mesh import Decoder, Sizes, planned, tensor_parallel
-from remat import RematError, checkpoint_policy, fit, plan_model, remat, save_matmuls
+from remat import RematError, checkpoint_policy, fit, remat, save_matmuls
 from remat import nn as remat_nn
-from remat.plan import Layout, plan_chain
+from remat.plan import Layout
 
 ONE = Sizes(layers=1, width=32, heads=4, groups=2, hidden=64, vocab=64)
 TOKENS = (2, 16)
@@ -45,8 +45,8 @@ def test_a_plan_of_more_than_a_region_is_no_policy(made):
     block = remat(torch.sin, policy=checkpoint_policy(budget=0.5))
     plans = {
         "mesh": tiny,
-        "model": lambda: plan_model(lambda x: block(block(x)), x, budget=0.6),
-        "chain": lambda: plan_chain([torch.sin, torch.exp], x, peak="2KiB"),
+        "model": lambda: fit(lambda x: block(block(x)), x, budget=0.6),
+        "chain": lambda: fit([torch.sin, torch.exp], x, peak="2KiB"),
     }
     plan = plans[made]()
     uses = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from remat import checkpoint_policy, remat
-from remat.plan import BudgetPolicy, pareto, plan_model
+from remat import checkpoint_policy, fit, remat
+from remat.plan import BudgetPolicy, pareto
 from remat.policies import FromCallable
 from remat.transforms import RematError
 from tests.plan.inside import Graph, _passed_over, learned, listen, record
@@ -307,7 +307,7 @@ def test_who_asks_for_a_plan_of_what_needs_data_is_told_so(fn):
     with pytest.raises(RematError, match="cannot be planned"):
         pareto(fn, X)
     with pytest.raises(RematError, match="cannot be planned"):
-        plan_model(lambda x: remat(chain, policy=BUDGET)(fn(x)).sum(), X, budget=0.5)
+        fit(lambda x: remat(chain, policy=BUDGET)(fn(x)).sum(), X, budget=0.5)
 
 
 def test_a_warning_about_a_budget_is_at_the_users_line():
@@ -348,11 +348,11 @@ def test_layers_of_one_code_that_cannot_be_looked_at_each_learn_their_plan():
 def test_a_share_that_no_plan_of_a_model_can_meet_warns(share):
     block = remat(lambda x: torch.sin(x @ W).exp(), policy=checkpoint_policy(budget=0.5))
     with pytest.warns(UserWarning, match="below the least these regions can keep"):
-        plan_model(lambda x: block(block(x)).sum(), X, budget=share)
+        fit(lambda x: block(block(x)).sum(), X, budget=share)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plan_model(lambda x: block(block(x)).sum(), X, budget=0.0)
-        plan_model(lambda x: block(block(x)).sum(), X, budget=0.9)
+        fit(lambda x: block(block(x)).sum(), X, budget=0.0)
+        fit(lambda x: block(block(x)).sum(), X, budget=0.9)
 
 
 def test_ten_blocks_of_one_budget_warn_once():

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from remat import RematError, checkpoint_policy, remat
-from remat.plan import BudgetPolicy, Flops, Plan, plan_model
+from remat import RematError, checkpoint_policy, fit, remat
+from remat.plan import BudgetPolicy, Flops, Plan
 from remat.policies import Policy
 from tests.inside import trace_memory
 from tests.plan.inside import (
@@ -119,16 +119,16 @@ def test_a_model_plan_within_a_peak():
             x = region(x)
         return x
 
-    low, high = (plan_model(through, x, budget=b).peak_bytes for b in (0, 1.0))
-    plans = [plan_model(through, x, peak=p) for p in range(low, high, (high - low) // 6)]
+    low, high = (fit(through, x, budget=b).peak_bytes for b in (0, 1.0))
+    plans = [fit(through, x, peak=p) for p in range(low, high, (high - low) // 6)]
     costs = [plan.cost for plan in plans]
     assert costs == sorted(costs, reverse=True) and costs[0] > costs[-1]
     with pytest.raises(RematError, match="lowest that was found is") as error:
-        plan_model(through, x, peak=1000)
+        fit(through, x, peak=1000)
     lowest = int(re.findall(r"peak=(\d+)", str(error.value))[0])
-    assert lowest <= low and plan_model(through, x, peak=lowest).peak_bytes == lowest
+    assert lowest <= low and fit(through, x, peak=lowest).peak_bytes == lowest
     with pytest.raises(RematError, match=f"lowest that was found is {lowest:,} bytes"):
-        plan_model(through, x, peak=lowest - 1)
+        fit(through, x, peak=lowest - 1)
 
 
 @pytest.mark.parametrize(

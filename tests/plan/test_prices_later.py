@@ -7,7 +7,7 @@ from remat import (
     RematError,
     checkpoint_policy,
     explain,
-    plan_model,
+    fit,
     register_op,
     remat,
     save_everything,
@@ -92,7 +92,7 @@ def test_a_plan_of_a_model_says_that_fewer_regions_were_called(skip):
         return x.sum()
 
     x = torch.eye(16, requires_grad=True)
-    plan = plan_model(fn, x, (), budget=0.6, cost="flops")
+    plan = fit(fn, x, (), budget=0.6, cost="flops")
     with torch.no_grad():
         plan(x, skip)
     if 0 < len(skip) < 4:
@@ -110,7 +110,7 @@ def test_a_plan_of_a_model_says_that_fewer_regions_were_called(skip):
 def test_a_plan_of_a_model_is_silent_where_its_regions_have_others_policies(how):
     """Nobody planned them is told only of a call of the user's in which none of them was met."""
     region = remat(block, policy=checkpoint_policy(budget=0.5))
-    plan = plan_model(lambda x: region(region(x)).sum(), torch.eye(8, requires_grad=True), budget=0.6)
+    plan = fit(lambda x: region(region(x)).sum(), torch.eye(8, requires_grad=True), budget=0.6)
     x = torch.eye(8, requires_grad=True)
     calls = {
         "explain": lambda: explain(plan, x),

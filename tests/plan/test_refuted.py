@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from remat import RematError, pareto
+from remat import RematError
+from remat.plan import pareto
 from tests.plan.inside import beaten_by, refute
 from tests.plan.models import GPTBlock
 

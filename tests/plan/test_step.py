@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from remat import checkpoint_policy, nn, plan_model
+from remat import checkpoint_policy, fit, nn
 from remat.plan import pareto, plans_by_budget, step_of
 from tests.inside import main
 from tests.plan.inside import planned_for, record
@@ -115,7 +115,7 @@ def test_blocks_that_are_alike_are_traced_once(kind, traced):
     assert len(lengths) == traced
     # What all share is outside, once.
     assert not any(v.origin == "argument" for v in step.graphs[1].joint.values[1:2])
-    plan = plan_model(through, x, budget=0.7)
+    plan = fit(through, x, budget=0.7)
     plan(x).backward()
     assert all(p.grad is not None for p in blocks.parameters())
 

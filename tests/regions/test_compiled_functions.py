@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from remat import (
     checkpoint_policy,
-    compare,
     explain,
     remat,
     save_attention,
@@ -183,7 +182,7 @@ def test_torch_func_runs_compiled_functions_as_python_as_torch_does(transform: s
 LOOKS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "saved_residuals": lambda f, x, w: saved_residuals(f, x, w),
     "explain": lambda f, x, w: explain(f, x, w),
-    "compare": lambda f, x, w: compare(f, x, w),
+    "policies": lambda f, x, w: explain(f, x, w, policies=True),
     "region": lambda f, x, w: remat(f)(x, w),
     "budget": lambda f, x, w: remat(f, policy=checkpoint_policy(budget=0.5))(x, w),
     "torch.func": lambda f, x, w: torch.func.grad(lambda x: remat(f)(x, w).sum())(x.detach()),
@@ -200,7 +199,7 @@ def test_a_look_leaves_compiled_code_on(look: str) -> None:
         LOOKS[look](lambda x, w: program(x, w).cos(), x, weight)
     else:
         LOOKS[look](program, x, weight)
-    reports = look in ("saved_residuals", "explain", "compare")
+    reports = look in ("saved_residuals", "explain", "policies")
     assert not reports or torch.equal(program.buffer, torch.ones(4, dtype=torch.float64))
     program.as_python, program.buffer = 0, plain.buffer.clone()
     torch.testing.assert_close(steps(program, program, 1), steps(plain, plain, 1), rtol=0, atol=1e-11)

@@ -20,7 +20,7 @@ MODULES = (
         f"remat.{name}"
         for name in ("debug", "gpu", "jax_names", "nn", "plan", "policies", "presets", "schedules")
     ),
-    *(f"remat.interop{name}" for name in ("", ".diffusers", ".huggingface", ".torchtitan")),
+    *(f"remat.interop{name}" for name in ("", ".huggingface", ".torchtitan")),
 )
 OF_THE_ENGINE = tuple(f"remat.transforms.{name}" for name in ("RematError", "grad", "value_and_grad"))
 
@@ -110,7 +110,9 @@ def renew() -> None:
     """Write the snapshot, unless the changelog says nothing of what changed."""
     before, now = SNAPSHOT.read_text().splitlines() if SNAPSHOT.exists() else [], snapshot()
     news = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
-    changed = {re.split(r"[(: ]", line)[0].rpartition(".")[2] for line in {*before} ^ {*now}}
+    paths = {re.split(r"[(: ]", line)[0] for line in {*before} ^ {*now}}
+    # A class that comes or goes is said, and its members with it.
+    changed = {owner[2] for path in paths if (owner := path.rpartition("."))[0] not in paths}
     if before and (silent := sorted(name for name in changed if not re.search(rf"\b{name}\b", news))):
         sys.exit(f"CHANGELOG.md says nothing under its first version of: {', '.join(silent)}")
     SNAPSHOT.write_text("\n".join(now) + "\n")

@@ -94,7 +94,7 @@ def test_editable_install_finds_remat_and_no_top_level_transforms(tmp_path: Path
 STEP = "import remat; remat.remat(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()"
 NAMED = {
     "import remat; remat.checkpoint_policy(budget=0.5)": "remat.plan",
-    "from remat import plan_model": "remat.plan",
+    "from remat import fit": "remat.plan",
     "import remat; remat.plan": "remat.plan",
     "import remat; remat.explain": "remat._inspect.report",
 }
@@ -135,7 +135,7 @@ def test_the_face_shows_what_is_meant_and_no_more() -> None:
     assert dir(remat) == sorted([*remat.__all__, "__version__", "nn"])
     assert len(set(remat.__all__)) == len(remat.__all__)
     assert all(getattr(remat, name) is not None for name in dir(remat))
-    assert {"remat", "scan_remat", "checkpoint_policy", "plan_model", "is_recomputing"} <= {*dir(remat)}
+    assert {"remat", "scan_remat", "checkpoint_policy", "fit", "is_recomputing"} <= {*dir(remat)}
     # A submodule of the same name would take a function's place once it is imported.
     modules = {path.stem for path in (ROOT / "remat").iterdir()}
     assert modules & set(remat.__all__) == rooms

@@ -66,6 +66,7 @@ def test_a_star_takes_no_name_of_torch() -> None:
 
 
 # Each name of the version before, what uses it, and what the warning says to write.
+FIT = "remat.fit(fn, *args, budget=...)"
 OLD = {
     "remat.save_unbatched_matmuls": ("found is remat.save_weight_matmuls", "remat.save_weight_matmuls"),
     "remat.policies.save_unbatched_matmuls": (
@@ -90,13 +91,40 @@ OLD = {
         "found is remat.jax_names.print_saved_residuals",
         "print(remat.saved_residuals(fn, *args))",
     ),
+    "remat.compare": (
+        "[each.recomputed.ops for _, each in found(lambda x: x.sin().exp(), torch.ones(4)).rows]"
+        " == [2, 2, 2, 2, 2, 0]",
+        "remat.explain(fn, *args, policies=...)",
+    ),
+    "remat.pareto": ("found is remat.plan.pareto", "remat.plan.pareto"),
+    "remat.plan_model": (
+        "found(PLANNED, X, budget=0.6)(X).requires_grad",
+        "remat.fit(fn, *args, budget=...)",
+    ),
+    "remat.plan.plan_model": (
+        "len(found(PLANNED, X, budget=0.6).regions) == 2",
+        "remat.fit(fn, *args, budget=...)",
+    ),
+    "remat.plan.plan_chain": (
+        "found([torch.sin, torch.exp], X, peak='2KiB')(X).shape == X.shape",
+        "remat.fit([stage1, stage2], x, peak=...)",
+    ),
+    "remat.interop.diffusers.enable": (
+        "callable(found)",
+        "model.enable_gradient_checkpointing("
+        "gradient_checkpointing_func=remat.interop.CheckpointFunction(policy))",
+    ),
     "remat.register_ambient": ("found is remat.register_state", "remat.register_state"),
     "remat.ambient.register_ambient": ("found is remat.register_state", "remat.register_state"),
 }
 # Names warn once in a process: this one has nothing else in it.
 WORKS = """
 import json, sys, warnings
+import torch
 import remat
+X = torch.eye(4, requires_grad=True)
+BLOCK = remat.remat(lambda x: torch.tanh(x @ x).exp(), policy=remat.checkpoint_policy(budget=0.5))
+PLANNED = lambda x: BLOCK(BLOCK(x)).sum()
 for path, works in json.loads(sys.argv[1]).items():
     module, _, name = path.rpartition(".")
     with warnings.catch_warnings(record=True) as seen:

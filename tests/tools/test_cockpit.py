@@ -16,7 +16,6 @@ from torch.cuda import _memory_viz
 from remat import (
     RematError,
     checkpoint_name,
-    compare,
     explain,
     remat,
     save_everything,
@@ -91,7 +90,7 @@ def test_figures_as_plain_data(found):
         "memory_bytes": 79 * GIB,
         "spare_bytes": 79 * GIB - used,
     }
-    rows = json.loads(compare(loss, X, W1, W2, policies=[save_names("h")]).to_json())["rows"]
+    rows = json.loads(explain(loss, X, W1, W2, policies=[save_names("h")]).to_json())["rows"]
     assert [row["policy"] for row in rows] == ["save_names('h')"]
 
 
@@ -151,9 +150,9 @@ def test_without_regions_there_is_one_picture(tmp_path):
 
 
 def test_the_slider_switches_the_policy(tmp_path):
-    found = explain(loss, X, W1, W2, frontier=[save_nothing, save_everything])
+    found = explain(loss, X, W1, W2, policies=[save_nothing, save_everything])
     by_memory = {"save_nothing": save_nothing, "as it is": None, "save_everything": save_everything}
-    measured = dict(found.frontier) | {None: found.now}
+    measured = {policy: each.now for policy, each in found.rows} | {None: found.now}
     found.save(tmp_path / "report.html")
     page = drawn(tmp_path / "report.html")
     assert len(page["switched"]) == 3
@@ -167,27 +166,17 @@ def test_the_slider_switches_the_policy(tmp_path):
         assert row.startswith(f"{label} {size} {format_bytes(now.kept_bytes)} ") and row.endswith("yes")
 
 
-def test_a_comparison_has_the_slider_too(tmp_path):
-    found = compare(loss, X, W1, W2, policies=[save_everything, save_nothing])
-    found.save(tmp_path / "report.html")
-    page = drawn(tmp_path / "report.html")
-    assert [s["title"].partition(":")[0] for s in page["switched"]] == ["save_nothing", "save_everything"]
-    # What is given first is shown first.
-    assert page["fits"][1].startswith("save_everything: ")
-
-
 def test_the_frontier_of_a_function_without_regions():
-    found = explain(lambda x: (x @ x.T).sin().exp().sum(), X, frontier=True)
-    policies = [policy for policy, _ in found.frontier]
+    found = explain(lambda x: (x @ x.T).sin().exp().sum(), X, policies=True)
+    policies = [policy for policy, _ in found.rows]
     assert policies[: len(BUILT_IN)] == list(BUILT_IN) and not found.now.regions
     # A budget that comes out like another policy is left out.
-    kept = [measured.kept_bytes for _, measured in found.frontier]
+    kept = [each.kept_bytes for _, each in found.rows]
     assert (
-        len(kept[len(BUILT_IN) :]) == len(set(kept[len(BUILT_IN) :]))
-        and json.loads(found.to_json())["frontier"]
+        len(kept[len(BUILT_IN) :]) == len(set(kept[len(BUILT_IN) :])) and json.loads(found.to_json())["rows"]
     )
-    with pytest.raises(RematError, match=r"explain\(.*kwargs=\{'frontier': True\}"):
-        explain(lambda x, frontier: x.sin(), X, frontier=True)
+    with pytest.raises(RematError, match=r"explain\(.*kwargs=\{'policies': True\}"):
+        explain(lambda x, policies: x.sin(), X, policies=True)
 
 
 def test_no_text_of_the_users_ends_the_script(tmp_path):

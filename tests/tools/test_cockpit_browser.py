@@ -38,7 +38,7 @@ def seen(path):
 
 
 def test_the_slider_in_a_browser(tmp_path):
-    explain(loss, rand(4, 8), rand(8, 16), frontier=[save_nothing, save_everything]).save(
+    explain(loss, rand(4, 8), rand(8, 16), policies=[save_nothing, save_everything]).save(
         tmp_path / "report.html"
     )
     page = seen(tmp_path / "report.html")

@@ -1,4 +1,4 @@
-"""explain and compare: exact figures, true notes, and no trace left behind."""
+"""explain, of one policy and of several: exact figures, true notes, and no trace left behind."""
 
 import html.parser
 import io
@@ -13,7 +13,7 @@ from torch.func import grad, vmap
 from remat import (
     RematError,
     checkpoint_name,
-    compare,
+    checkpoint_policy,
     explain,
     offload,
     remat,
@@ -26,7 +26,7 @@ from remat import (
 )
 from tests.helpers import OpCounter, rand
 from tests.inside import main
-from tests.tools.inside import KINDS, kind
+from tests.tools.inside import BUILT_IN, KINDS, kind
 
 aten = torch.ops.aten
 X, W1, W2 = rand(4, 8), rand(8, 16), rand(16, 8)
@@ -145,6 +145,15 @@ def test_notes_say_when_a_remat_cannot_help():
     assert "is the whole" not in noted(loss(remat), X, W1, W2)
 
 
+def test_notes_say_what_defeats_a_region():
+    inner = remat(lambda x: x.sin().exp(), name="inner")
+    outer = remat(lambda x, w: inner(x @ w).tanh(), name="outer")
+    assert "region 'inner' is called inside 'outer' alone" in noted(outer, rand(4, 4), rand(4, 4))
+    assert "Try: one region in place of two" in noted(outer, rand(4, 4), rand(4, 4))
+    roomy = remat(lambda x: x.sin().exp().sin(), policy=checkpoint_policy(budget="1GiB"))
+    assert "is as much as it needs" in noted(lambda x: roomy(x).sum(), X)
+
+
 def test_no_note_where_a_remat_helps():
     x, w1, w2 = rand(256, 8), rand(8, 16), rand(16, 8)
     assert noted(loss(remat, depth=6), x, w1, w2) == ""
@@ -189,7 +198,7 @@ def test_what_is_offloaded_is_told_apart():
     assert "0 B kept, 6.0 KiB held, 12.0 KiB offloaded" in text
     assert sum("offloaded by policy" in line for line in text) == 2
     assert ["to", "the", "host", "and", "back", *["12.0", "KiB"] * 2] in [line.split() for line in text]
-    table = compare(block, x, W1, W2, policies=[save_matmuls, offload(save_matmuls)])
+    table = explain(block, x, W1, W2, policies=[save_matmuls, offload(save_matmuls)])
     assert "  offload(save_matmuls)       0 B     0%   12.0 KiB  6.0 KiB" in str(table)
     assert str(saved.kept).endswith("12.0 KiB kept, 6.0 KiB held, in 5 tensors")
     assert str(away.kept).endswith("0 B kept, 6.0 KiB held, 12.0 KiB offloaded, in 5 tensors")
@@ -203,7 +212,7 @@ def test_looking_changes_nothing():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     explain(remat(model), X)
-    compare(model, X, policies=[save_nothing])
+    explain(model, X, policies=[save_nothing])
     assert torch.equal(torch.get_rng_state(), state)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
@@ -223,7 +232,7 @@ def test_errors():
     with pytest.raises(RematError, match="outside of torch.func"):
         grad(lambda x: explain(remat(torch.sin), x) and x.sum())(X)
     with pytest.raises(RematError, match="at least one policy"):
-        compare(block, X, W1, W2, policies=[])
+        explain(block, X, W1, W2, policies=[])
     assert explain(remat(block), X, W1, W2).recomputed.ops == 3
 
 
@@ -340,15 +349,15 @@ def test_rich():
     assert "recomputed: 3 ops" in shown and "f64[8,16]" in shown and "note: region 'block'" in shown
 
 
-# -- compare ------------------------------------------------------------------------------------------
+# -- policies -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [remat, lambda f: remat(f, policy=save_everything)])
-def test_compare_puts_policies_in_the_place_of_those_inside(wrap):
+def test_policies_are_put_in_the_place_of_those_inside(wrap):
     fn = loss(wrap)
     policies = [save_nothing, save_matmuls, save_names("h"), save_everything]
-    found = compare(fn, X, W1, W2, policies=policies)
+    found = explain(fn, X, W1, W2, policies=policies)
     for policy in policies:
         alone = explain(loss(lambda f, policy=policy: remat(f, policy=policy)), X, W1, W2)
         assert found[policy].kept_bytes == alone.kept_bytes
@@ -357,24 +366,24 @@ def test_compare_puts_policies_in_the_place_of_those_inside(wrap):
     assert found.plain.kept.kept_bytes == found[save_everything].kept_bytes
 
 
-def test_compare_makes_a_region_of_a_function_without_one():
-    found = compare(block, X, W1, W2, policies=[save_nothing, [aten.tanh.default]])
+def test_policies_make_a_region_of_a_function_without_one():
+    found = explain(block, X, W1, W2, policies=[save_nothing, [aten.tanh.default]])
     assert [each.recomputed.ops for _, each in found.rows] == [3, 1]
     assert found[save_nothing].kept_bytes == explain(remat(block), X, W1, W2).kept_bytes
-    assert len(compare(block, X, W1, W2).rows) == 6
+    assert len(explain(block, X, W1, W2, policies=BUILT_IN).rows) == 6
 
 
-def test_compare_leaves_policies_as_they_were():
+def test_they_leave_policies_as_they_were():
     fn = remat(block, policy=save_matmuls)
     before = explain(fn, X, W1, W2).kept_bytes
-    compare(fn, X, W1, W2)
+    explain(fn, X, W1, W2, policies=True)
     with pytest.raises(ZeroDivisionError):
-        compare(remat(lambda x: x / (1 // 0)), X)
+        explain(remat(lambda x: x / (1 // 0)), X, policies=True)
     assert explain(fn, X, W1, W2).kept_bytes == before
 
 
 def test_comparison_prints_a_row_each():
-    lines = str(compare(block, X, W1, W2, policies=[save_nothing, save_everything])).splitlines()
+    lines = str(explain(block, X, W1, W2, policies=[save_nothing, save_everything])).splitlines()
     assert lines[0] == "block under 2 policies"
     assert [line.split()[0] for line in lines[3:]] == ["policy", "no", "save_nothing", "save_everything"]
     assert re.search(r"save_nothing +0 B +0% +2.2 KiB +\S+ KiB +3 +2.05 K +\+33%", lines[5])

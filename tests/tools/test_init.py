@@ -26,7 +26,7 @@ def test_the_script_of_a_config_file_runs(capsys, tmp_path, monkeypatch):
     config.write_text(json.dumps({"model_type": "llama", "intermediate_size": 32, **TINY}))
     text = made(capsys, tmp_path / "train.py", str(config), "--policy", "save_matmuls | save_attention")
     assert "policy=save_matmuls | save_attention)" in text
-    assert "from remat import compare, save_attention, save_matmuls\n" in text
+    assert "from remat import explain, save_attention, save_matmuls\n" in text
     monkeypatch.setattr(sys, "argv", ["train.py", "--report"])
     runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
     said = capsys.readouterr().out

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import remat
-from remat import RematError
+from remat import RematError, fit
 from remat.nn import LayerError, apply, regions, remove
-from remat.plan import Layout, plan_model
+from remat.plan import Layout
 
 
 class Block(nn.Module):
@@ -116,7 +116,7 @@ def test_layouts_and_fits_read_the_same_patterns(layers):
     model, x = Flat(), torch.randn(256, 8)
     names = regions(apply(model, layers=layers))
     remove(model)
-    plan = plan_model(model, x, mesh=Layout(layers=layers), memory="1GiB", device="h100")
+    plan = fit(model, x, mesh=Layout(layers=layers), memory="1GiB", device="h100")
     assert list(plan.stages[0].blocks) == names
     plain = remat.fit(model, x, peak="1GiB", layers=layers)
     assert set(remat.fit(model, x, peak=plain.plain_bytes - 4, layers=layers).applied) <= set(names)
@@ -126,12 +126,12 @@ def test_layouts_of_lists_of_lists_and_iterators():
     model, x = Model(), torch.randn(4, 8)
     several: Any = "layers.*.*", (name for name in ["layers.*.0", "layers.*.1"])
     for layers in several:
-        plan = plan_model(model, x, mesh=Layout(layers=layers), memory="1GiB", device="h100")
+        plan = fit(model, x, mesh=Layout(layers=layers), memory="1GiB", device="h100")
         assert list(plan.stages[0].blocks) == EVERY
     with pytest.raises(
         RematError, match=r"Layout\(layers='layers\.\*'\) hits .* Write layers='layers\.\*\.\*'"
     ):
-        plan_model(model, x, mesh=Layout(layers="layers.*"), memory="1GiB", device="h100")
+        fit(model, x, mesh=Layout(layers="layers.*"), memory="1GiB", device="h100")
     wrongs: Any = Block, 3, [Block], ()
     for wrong in wrongs:
         with pytest.raises(RematError, match="write a pattern for qualified names"):

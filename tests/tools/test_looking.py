@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat import compare, explain, remat, save_matmuls, saved_residuals
+from remat import explain, remat, save_matmuls, saved_residuals
 from remat.debug import assert_recomputed, recomputed
 from remat.jax_names import print_saved_residuals
 from tests.helpers import crossed
@@ -17,7 +17,7 @@ LOOKS = {
     "saved_residuals": saved_residuals,
     "print_saved_residuals": print_saved_residuals,
     "explain": explain,
-    "compare": lambda fn, *args: compare(fn, *args, policies=[save_matmuls]),
+    "policies": lambda fn, *args: explain(fn, *args, policies=[save_matmuls]),
 }
 
 
@@ -75,7 +75,7 @@ class Moving(nn.Module):
         return (x * self.weight * self.frozen).sin()
 
 
-@pytest.mark.parametrize("look", sorted(LOOKS.keys() - {"compare"}))
+@pytest.mark.parametrize("look", sorted(LOOKS.keys() - {"policies"}))
 def test_tensors_are_moved_back(look):
     module = Moving()
     before = module.seen()

@@ -135,10 +135,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a negative budget": (lambda: checkpoint_policy(budget=-1), "got -1", "budget=0.4"),
     "rule and budget": (lambda: checkpoint_policy(f, budget=0.4), "got both", "budget=0.4"),
     "one policy to compare": (
-        lambda: library.compare(f, X, policies=save_matmuls), "takes several", r"policies=\[save_matmuls\]"
+        lambda: library.explain(f, X, policies=save_matmuls), "takes several", r"policies=\[save_matmuls\]"
     ),
     "a policy's name to compare": (
-        lambda: library.compare(f, X, policies="save_matmuls"), "'save_matmuls'", "policy=remat.save_matmuls"
+        lambda: library.explain(f, X, policies="save_matmuls"), "'save_matmuls'", "policy=remat.save_matmuls"
     ),
     "apply's policy by position": (
         lambda: library.nn.apply(MODEL, save_matmuls), "by name", "policy=save_matmuls"
@@ -162,7 +162,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "explain a result": (lambda: library.explain(f(X)), "got a Tensor", r"explain\(fn, x\)"),
     "explain a class": (lambda: library.explain(Layer, X), "the class Layer", r"explain\(Layer\(...\), x\)"),
     "plan a class": (
-        lambda: library.plan_model(Layer, X, budget=0.5), "the class Layer", r"plan_model\(Layer\(...\), x\)"
+        lambda: library.fit(Layer, X, budget=0.5), "the class Layer", r"fit\(Layer\(...\), x\)"
     ),
     "fit a class": (lambda: library.fit(Layer, X, peak="1GiB"), "the class Layer", r"fit\(Layer\(...\), x\)"),
     "fit with one policy": (
@@ -176,7 +176,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "fit without blocks": (
         lambda: library.fit(MODEL, X, peak=300), "a block is a module with other modules inside", "layers="
     ),
-    "fit a function": (lambda: library.fit(f, X, peak="1GiB"), "got the function f", "plan_model"),
+    "fit a function": (lambda: library.fit(f, X, peak="1GiB"), "no region to plan", "checkpoint_policy"),
     "fit without a limit": (lambda: library.fit(MODEL, X), "takes peak", 'peak="20GiB"'),
     "a body without a pair": (
         lambda: scan_remat(lambda c, x: c, X, torch.ones(3, 4)), "returned", r"a pair \(carry, y\)"
@@ -197,7 +197,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
         lambda: remat(f, static_argnums="x"), "'x'", r"static_argnums=\(1,\).*static_argnames"
     ),
     "determinism_check=True": (lambda: remat(f, determinism_check=True), "True", "'exact'"),
-    "no region to plan": (lambda: library.plan_model(f, X, budget=0.5), "no region", "checkpoint_policy"),
+    "no region to plan": (lambda: library.fit(f, X, budget=0.5), "no region", "checkpoint_policy"),
 }  # fmt: skip
 
 

@@ -1,11 +1,13 @@
-"""What defeats regions: one function for each cause that `diagnose` knows."""
+"""What defeats regions: one function for each cause that the notes of `explain` and `doctor` know."""
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ import torch
 from remat._core import format_bytes
 from remat._inspect.report.measure import Measured, RegionUse
 from remat._inspect.report.records import short
-from remat.policies import UnmatchedName, save_everything
+from remat.policies import Policy, UnmatchedName, save_everything
+from remat.transforms.compat import in_transform
 
 # Shares of what no remat keeps: less is nothing, and a view that shows less of its block is a small one.
 _LITTLE, _HALF = 0.02, 0.5
@@ -40,8 +43,35 @@ class Finding:
     advice: str
 
 
+@dataclass
+class SeenRegion:
+    """What was seen of a region's calls."""
+
+    policy: Policy
+    caches: set[str] = field(default_factory=set)
+    eager: str = ""
+
+
+class Witness:
+    """Asked for the policy of every call of a region: it notes the call, and changes nothing."""
+
+    def __init__(self) -> None:
+        self.regions: dict[str, SeenRegion] = {}
+        self.as_it_is = True
+
+    def __call__(self, label: str, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+        seen = self.regions.setdefault(label, SeenRegion(policy))
+        seen.caches |= {type(v).__name__ for v in (*args, *kwargs.values()) if _is_cache(v)}
+        if self.as_it_is and _inside_compiled():
+            seen.eager = "transform" if in_transform() else "graph break"
+        return policy
+
+
 def causes(
-    seen: dict[str, Any], now: Measured, plain: Measured, told: Iterable[warnings.WarningMessage]
+    seen: dict[str, SeenRegion],
+    now: Measured,
+    plain: Measured,
+    told: Iterable[warnings.WarningMessage] = (),
 ) -> Iterator[Finding]:
     """All findings, the most telling first."""
     uses = {region.name: region for region in now.regions}
@@ -210,8 +240,8 @@ def _nested(uses: dict[str, RegionUse]) -> Iterator[Finding]:
                 region.name,
                 f"region {region.name!r} is called inside {' or '.join(map(repr, outer))} alone, which "
                 "computes it again anyway: it may run once more for each region around it.",
-                "one region in place of two: the inner, or the outer with a policy. (remat.plan.plan_chain "
-                "nests on purpose, for a lower peak.)",
+                "one region in place of two: the inner, or the outer with a policy. (remat.fit of a list of "
+                "stages nests on purpose, for a lower peak.)",
             )
 
 
@@ -248,3 +278,21 @@ def _waiting(measured: Measured) -> int:
 def _maker(now: Measured, block: Any) -> str:
     ran = now.timeline.ops[min(block.made, len(now.timeline.ops) - 1)]
     return f"{ran.op} at {short(ran.location)}"
+
+
+_COMPILED = os.path.join("_dynamo", "eval_frame.py")
+
+
+def _inside_compiled() -> bool:
+    """Whether a function that was compiled is being called, and this code runs in Python all the same."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith(_COMPILED):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_cache(value: Any) -> bool:
+    return type(value).__name__.endswith("Cache") and hasattr(value, "update")

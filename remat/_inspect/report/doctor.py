@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,13 +15,11 @@ from remat import debug
 from remat._core import format_bytes
 from remat._forced import policies_by
 from remat._inspect.looking import looked_at
-from remat._inspect.report.causes import Finding, causes, eager, no_gradient
+from remat._inspect.report.causes import Finding, Witness, causes, eager, no_gradient
 from remat._inspect.report.explain import name_of
 from remat._inspect.report.measure import Measured, NoBackward, measure
 from remat._inspect.report.tables import Page, Shown
-from remat.policies import Policy
 from remat.transforms import RematError
-from remat.transforms.compat import in_transform
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,30 +80,6 @@ def waiting(measured: Measured | None) -> int:
     return 0 if measured is None else sum(block.bytes for block in measured.timeline.waiting())
 
 
-@dataclass
-class SeenRegion:
-    """What was seen of a region's calls."""
-
-    policy: Policy
-    caches: set[str] = field(default_factory=set)
-    eager: str = ""
-
-
-class Witness:
-    """Asked for the policy of every call of a region: it notes the call, and changes nothing."""
-
-    def __init__(self) -> None:
-        self.regions: dict[str, SeenRegion] = {}
-        self.as_it_is = True
-
-    def __call__(self, label: str, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        seen = self.regions.setdefault(label, SeenRegion(policy))
-        seen.caches |= {type(v).__name__ for v in (*args, *kwargs.values()) if _is_cache(v)}
-        if self.as_it_is and _inside_compiled():
-            seen.eager = "transform" if in_transform() else "graph break"
-        return policy
-
-
 def diagnose(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosis:
     """Run one step with its regions and without, and say what defeats them.
 
@@ -149,21 +122,3 @@ def _not_compiled() -> Iterator[None]:
             yield
     else:
         yield
-
-
-_COMPILED = os.path.join("_dynamo", "eval_frame.py")
-
-
-def _inside_compiled() -> bool:
-    """Whether a function that was compiled is being called, and this code runs in Python all the same."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "compile_wrapper" and code.co_filename.endswith(_COMPILED):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _is_cache(value: Any) -> bool:
-    return type(value).__name__.endswith("Cache") and hasattr(value, "update")

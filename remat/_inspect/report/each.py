@@ -12,12 +12,13 @@ from remat._forced import under_policy
 from remat._inspect.report.measure import Measured, measure
 from remat.policies import (
     Policy,
-    as_policy,
+    PolicyLike,
     save_attention,
     save_everything,
     save_matmuls,
     save_nothing,
     save_weight_matmuls,
+    several_given,
 )
 from remat.transforms import RematError
 
@@ -44,30 +45,41 @@ def under_each(
             yield policy, measure(fn if has_regions else remat(fn, policy=policy), args, kwargs)
 
 
-def frontier_of(
-    fn: Callable[..., Any], args: Any, kwargs: Any, wanted: Any
-) -> tuple[tuple[Policy, Measured], ...]:
-    """The function under the policies of `explain(frontier=wanted)`; for True the built-in ones and budgets.
+def each_of(
+    fn: Callable[..., Any], args: Any, kwargs: Any, wanted: bool | Sequence[PolicyLike] | None
+) -> Iterator[tuple[Policy, Measured]]:
+    """The function under the policies of `explain(policies=wanted)`; for True the built-in ones and budgets.
 
     Of those, what cannot be planned and what comes out like another policy is left out.
     """
-    if wanted is not True:
-        return tuple(under_each(fn, args, kwargs, tuple(map(as_policy, wanted or ()))))
-    found = list(under_each(fn, args, kwargs, BUILT_IN))
-    seen = {_figures(measured) for _, measured in found}
+    if wanted is None or wanted is False:
+        return iter(())
+    if wanted is True:
+        return _built_in(fn, args, kwargs)
+    chosen = several_given("explain", wanted)
+    if not chosen:
+        raise RematError("explain(fn, policies=[]): give at least one policy, such as save_matmuls.")
+    return under_each(fn, args, kwargs, chosen)
+
+
+def _built_in(fn: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[tuple[Policy, Measured]]:
+    found = {_figures(measured): (policy, measured) for policy, measured in _budgets(fn, args, kwargs)}
+    for policy, measured in under_each(fn, args, kwargs, BUILT_IN):
+        found.pop(_figures(measured), None)
+        yield policy, measured
+    yield from found.values()
+
+
+def _budgets(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[Policy, Measured]]:
+    """A few budgets; none without the planner's solver, or of a function that needs data."""
     try:
         budgets = [checkpoint_policy(budget=share) for share in _SHARES]
         with warnings.catch_warnings():
             # A share may be less than the least; the least is what is shown then.
             warnings.simplefilter("ignore")
-            for policy, measured in under_each(fn, args, kwargs, budgets):
-                if _figures(measured) not in seen:
-                    seen.add(_figures(measured))
-                    found.append((policy, measured))
+            return [*under_each(fn, args, kwargs, budgets)]
     except RematError:
-        # Without the planner's solver, or of a function that needs data.
-        pass
-    return tuple(found)
+        return []
 
 
 def _figures(measured: Measured) -> tuple[Any, ...]:

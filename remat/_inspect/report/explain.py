@@ -10,37 +10,46 @@ from pathlib import Path
 from typing import Any
 
 from remat import debug
-from remat._core import format_bytes, joined_keywords, keywords_apart
-from remat._inspect.report.causes import taken_apart
+from remat._core import format_bytes, joined_keywords, keywords_apart, warn_user
+from remat._forced import policies_by
+from remat._inspect.report.causes import Witness, causes, taken_apart
 from remat._inspect.report.cockpit import save_cockpit
-from remat._inspect.report.each import frontier_of
+from remat._inspect.report.each import each_of
 from remat._inspect.report.measure import Measured, RegionUse, Work, measure
 from remat._inspect.report.records import cockpit_record, explanation_record, save_snapshot, short
 from remat._inspect.report.tables import Page, Shown, Table
 from remat._inspect.report.watch import KINDS, PASSES, TRANSFER
 from remat._inspect.residuals import Residual, Residuals
-from remat.policies import Policy, PolicyLike
+from remat.policies import Policy, PolicyLike, as_policy
 
 _WHOLE, _LITTLE = 0.9, 0.02
+# Causes that the notes say in words of their own, from figures that all calls have.
+_SAID = ("no region", "save_everything", "attention in parts", "too small", "whole step")
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Shown):
     """What `explain` found. It prints as text, in rich, and in notebooks; `save` writes an HTML file.
 
+    Under several policies it prints one table, a row for each; `found[policy]` tells all of one.
+
     Attributes:
         name: the function's name.
         now: one forward and backward as the function is.
         plain: the same with its regions as plain functions: no remat at all.
-        notes: where remat does not help, and what would.
-        frontier: policies, and one forward and backward under each, where `explain(frontier=...)` asked.
+        notes: where remat does not help, what defeats it, and what to try.
+        rows: policies, and the explanation under each, where `explain(policies=...)` asked.
     """
 
     name: str
     now: Measured
     plain: Measured
     notes: tuple[str, ...]
-    frontier: tuple[tuple[Policy, Measured], ...] = ()
+    rows: tuple[tuple[Policy, Explanation], ...] = ()
+
+    def __getitem__(self, policy: Any) -> Explanation:
+        """The explanation under one of the policies."""
+        return dict(self.rows)[as_policy(policy)]
 
     @property
     def kept(self) -> Residuals:
@@ -76,13 +85,13 @@ class Explanation(Shown):
         """Write the cockpit as one HTML file that needs no network.
 
         It shows live bytes through forward and backward, with and without remat, and what fits which device.
-        Kept values with prices follow, and the report with all rows. With a `frontier`, a slider switches
-        between the policies.
+        Kept values with prices follow, and the report with all rows. Under several policies a slider switches
+        between them.
         """
-        choices = [(repr(policy), measured) for policy, measured in self.frontier]
+        choices = [(repr(policy), found.now) for policy, found in self.rows]
         if self.now.regions or not choices:
             choices.insert(0, ("as it is", self.now))
-        plain = self.plain if self.now.regions or self.frontier else None
+        plain = self.plain if self.now.regions or self.rows else None
         save_cockpit(self.page(), cockpit_record(self.name, plain, choices), path)
 
     def save_snapshot(self, path: str | Path) -> None:
@@ -98,6 +107,8 @@ class Explanation(Shown):
         return json.dumps(self.to_dict(), indent=indent)
 
     def page(self) -> Page:
+        if self.rows:
+            return Page((f"{self.name} under {len(self.rows)} policies",), (self._policy_table(),))
         tables = [_kept_table(self.now.kept), _work_table(self.now)]
         if self.now.recomputed:
             tables.insert(1, _recomputed_table(self.now))
@@ -117,40 +128,71 @@ class Explanation(Shown):
         share = f" (+{_percent(again, self.plain.flops)})" if again else ""
         yield f"FLOPs: {si(forward)} forward, {si(again)} recomputed{share}, {si(backward)} backward"
 
+    def _policy_table(self) -> Table:
+        away = any(found.host_bytes for _, found in self.rows)
+        host = (">offloaded",) if away else ()
+        recomputed = (">recomputed ops", ">FLOPs", ">more")
+        columns = ("policy", ">kept", ">share", *host, ">held", ">peak", *recomputed)
+        plain, blank = self.plain, ("",) * away
+        kept, held = format_bytes(plain.kept_bytes), format_bytes(plain.kept.held_bytes)
+        first = ("no remat", kept, "", *blank, held, format_bytes(plain.peak), "", "", "")
+        return Table("policies", columns, (first, *self._policy_rows(away)))
+
+    def _policy_rows(self, away: bool) -> Iterator[tuple[str, ...]]:
+        before = max(self.plain.kept_bytes, 1)
+        for policy, found in self.rows:
+            again = found.recomputed
+            yield (
+                repr(policy),
+                format_bytes(found.kept_bytes),
+                f"{found.kept_bytes / before:.0%}",
+                *([format_bytes(found.host_bytes) if found.host_bytes else ""] if away else []),
+                format_bytes(found.held_bytes),
+                format_bytes(found.now.peak),
+                f"{again.ops}",
+                si(again.flops),
+                f"+{again.flops / max(self.plain.flops, 1):.0%}",
+            )
+
 
 @keywords_apart
 def explain(
     fn: Callable[..., Any],
     /,
     *args: Any,
-    frontier: bool | Sequence[PolicyLike] = (),
+    policies: bool | Sequence[PolicyLike] | None = None,
+    frontier: bool | Sequence[PolicyLike] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Explanation:
     """What `fn(*args, **keywords)` keeps, recomputes and costs; it runs, and what its Python does happens.
 
-    Runs `fn` forward and backward, once as it is and once without remat, and forward once more each to see
-    what is kept. Isolated are modules, parameters, buffers, gradients, storages, and generators: they are
+    Runs `fn` forward and backward, and forward once more to see what is kept; if it has regions, the same
+    without them. Isolated are modules, parameters, buffers, gradients, storages, and generators: they are
     afterwards as they were. No hook of a parameter is called. Other effects of `fn`, such as a counter in a
-    plain object, happen in each of these four runs, as in a call. If nothing that requires grad
-    takes part, every floating point argument is differentiated.
+    plain object, happen in each of these runs, as in a call. If nothing that requires grad takes part, every
+    floating point argument is differentiated.
 
     Args:
         fn: a function or module, with or without regions and `torch.func` transforms inside. Of the result of
             `torch.compile` the eager function is measured, and notes say what the compiled graphs recompute.
         args, keywords: its arguments.
-        frontier: policies that the saved page can switch to, as `compare` takes them. True means the built-in
-            ones and a few budgets. `fn` runs forward and backward once for each.
-        kwargs: keywords of `fn` that are named like options here, such as `kwargs={"frontier": 3}`. An option
+        policies: policies to compare, or what `remat(policy=...)` accepts as one. True means the built-in
+            ones and a few budgets. Regions in `fn` take each in place of their own; without regions `fn` is
+            made one. `fn` runs forward and backward once more for each.
+        frontier: deprecated: the older name of `policies`.
+        kwargs: keywords of `fn` that are named like options here, such as `kwargs={"policies": 3}`. An option
             that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
 
     Returns:
         An `Explanation`. It has kept values with bytes and reasons, recomputed ops, and FLOPs and bytes moved
-        by class of op and pass. Notes say where a remat does not help. `print` it, show it in a notebook, or
-        `.save("report.html")`.
+        by class of op and pass. Notes say where a remat does not help, what defeats it, and what to try.
+        `print` it, show it in a notebook, or `.save("report.html")`. With `policies` it prints as a table of
+        them, and `found[policy]` is the explanation under one.
 
     Raises:
-        RematError: under a transform of `torch.func` (it may be inside), or with nothing to differentiate.
+        RematError: under a transform of `torch.func` (it may be inside), with nothing to differentiate, or
+            `policies` is empty.
 
     Bytes moved are those of each op's operands and results, as if nothing were fused. The peak is of what ops
     make, by storages alive after each op; it leaves out what lives before, and an op's inner workspace.
@@ -161,15 +203,32 @@ def explain(
         >>> found = explain(remat(lambda x: x.sin().exp().sin()), torch.ones(8))
         >>> found.kept_bytes, found.plain_bytes, found.recomputed.ops
         (0, 32, 2)
+
+        Several policies:
+
+        >>> from remat import save_everything, save_nothing
+        >>> fn = lambda x: x.sin().exp().sin()
+        >>> found = explain(fn, torch.ones(8), policies=[save_nothing, save_everything])
+        >>> [(policy, each.kept_bytes, each.recomputed.ops) for policy, each in found.rows]
+        [(save_nothing, 0, 2), (save_everything, 32, 0)]
     """
+    if frontier is not None:
+        policies = frontier
+        warn_user("explain(frontier=...) is deprecated: write explain(policies=...).", DeprecationWarning)
     inner, given = debug.uncompiled(fn), joined_keywords(keywords, kwargs)
-    now = measure(inner, args, given)
+    others = each_of(inner, args, given, policies)
+    witness = Witness()
+    with policies_by(witness):
+        now = measure(inner, args, given)
     plain = measure(inner, args, given, regions=False) if now.regions else now
     found = [*notes(now, plain)]
+    defeated = causes(witness.regions, now, plain)
+    found += [f"{one.said} Try: {one.advice}" for one in defeated if one.cause not in _SAID]
     if inner is not fn:
         found += [f"compiled, {region}" for region in debug.recomputed(fn, *args, **given)]
-    others = frontier_of(inner, args, given, frontier)
-    return Explanation(name_of(inner), now, plain, tuple(found), others)
+    name = name_of(inner)
+    rows = [(policy, Explanation(name, under, plain, tuple(notes(under, plain)))) for policy, under in others]
+    return Explanation(name, now, plain, tuple(found), tuple(rows))
 
 
 def notes(now: Measured, plain: Measured) -> Iterator[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from remat._inspect.report.explain import Explanation
 
 # Of the form of `to_dict`. It changes when a key goes or means something else.
-VERSION = 1
+VERSION = 2
 
 
 def explanation_record(found: Explanation) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def explanation_record(found: Explanation) -> dict[str, Any]:
         "plain": measured_record(found.plain),
         "fits": {label: spare(memory, needed(found.now)) for label, memory in cards().items()},
         "notes": list(found.notes),
-        "frontier": [{"policy": repr(p)} | measured_record(m) for p, m in found.frontier],
+        "rows": [{"policy": repr(policy)} | explanation_record(each) for policy, each in found.rows],
     }
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from remat._inspect.report import compare
+from remat._inspect.report import BUILT_IN, explain
 from remat.cli.checked import writable
 from remat.cli.options import StepOptions
 from remat.cli.rows import parse
@@ -32,6 +32,6 @@ class Compare(StepOptions):
 
     def __call__(self) -> int:
         writable("--html", self.html)
-        policies = [parse(text) for text in self.policy] or None
+        policies = [parse(text) for text in self.policy] or BUILT_IN
         fn, args = self.step()
-        return show(compare(fn, *args, policies=policies, kwargs={}), self.json, self.html)
+        return show(explain(fn, *args, policies=policies, kwargs={}), self.json, self.html)

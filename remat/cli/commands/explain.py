@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from remat._inspect.report import compare, explain, frontier_of
+from remat._inspect.report import explain
 from remat.cli.checked import writable
 from remat.cli.errors import UsageError
 from remat.cli.options import StepOptions
@@ -38,14 +38,17 @@ class Explain(StepOptions):
             raise UsageError(f"explain is of one policy: write remat compare {self.target} for several.")
         policies = [parse(text) for text in self.policy]
         fn, args = self.step()
+        every = self.frontier and self.html is not None
         if not policies:
-            found = explain(fn, *args, frontier=self.frontier and self.html is not None, kwargs={})
-            return show(found, self.json, self.html)
-        comparison = compare(fn, *args, policies=policies, kwargs={})
-        (policy, found), *_ = comparison.rows
-        show(found, self.json)
+            found = explain(fn, *args, policies=every, kwargs={})
+            # Other policies are for the page's slider.
+            show(replace(found, rows=()), self.json)
+        else:
+            found = explain(fn, *args, policies=policies, kwargs={})
+            ((policy, one),) = found.rows
+            show(one, self.json)
+            others = explain(fn, *args, policies=True, kwargs={}).rows if every else ()
+            found = replace(found, rows=(*found.rows, *[row for row in others if row[0] != policy]))
         if self.html is not None:
-            others = frontier_of(fn, args, {}, self.frontier)
-            rows = [(other, replace(found, now=now, notes=())) for other, now in others if other != policy]
-            replace(comparison, rows=(*comparison.rows, *rows)).save(self.html)
+            found.save(self.html)
         return 0

@@ -47,7 +47,7 @@ def loss_of(tokens):
 
 
 if "--report" in sys.argv:
-    print(compare(loss_of, batch()))
+    print(explain(loss_of, batch(), policies=True))
 for step in range(STEPS):
     loss = loss_of(batch())
     loss.backward()
@@ -101,7 +101,7 @@ def script(given: str, policy: str) -> str:
     config, lines = from_file(given) if is_path(given) else from_name(given)
     with torch.device("meta"):
         module_of(config, given)
-    names = {"compare", *re.findall(r"\b(?:save_|offload|checkpoint_policy)\w*", text)}
+    names = {"explain", *re.findall(r"\b(?:save_|offload|checkpoint_policy)\w*", text)}
     seq = min(128, getattr(config, "max_position_embeddings", None) or 128)
     what = f"a {config.model_type} model"
     return SCRIPT.format(what=what, names=", ".join(sorted(names)), config=lines, policy=text, seq=seq)

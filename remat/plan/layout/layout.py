@@ -18,7 +18,7 @@ _COUNTS = ("dp_replicate", "dp_shard", "tp", "pp", "ep", "microbatches")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over devices: what `plan_model(..., mesh=...)` plans for.
+    """How a model is spread over devices: what `remat.fit(..., mesh=...)` plans for.
 
     There are `dp_replicate * dp_shard * tp * pp` ranks.
 

@@ -93,7 +93,7 @@ def _copied(model: torch.nn.Module) -> torch.nn.Module:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if wraps(tensor):
             raise RematError(
-                f"plan_model(mesh=...): {name} is a DTensor. Give the model before it is spread; "
+                f"remat.fit(mesh=...): {name} is a DTensor. Give the model before it is spread; "
                 "Layout(parallelize=...) says how it will be."
             )
         empty = torch.empty_like(tensor.detach(), device="meta")
@@ -115,7 +115,7 @@ def _mesh(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     if torch.distributed.is_initialized():
         raise RematError(
-            "plan_model(mesh=...) with tp or ep needs a process group of its own, and this process is in "
+            "remat.fit(mesh=...) with tp or ep needs a process group of its own, and this process is in "
             'one. Plan in a process alone, plan.save("plan.json"), and load that in every rank.'
         )
     return fake_mesh(sizes)

@@ -71,7 +71,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """A plan for every rank of a job: what `plan_model(..., mesh=Layout(...))` returns.
+    """A plan for every rank of a job: what `remat.fit(..., mesh=Layout(...))` returns.
 
     `remat.nn.apply(model, plan=...)` carries it out, on every rank. No rank plans by itself.
 
@@ -86,11 +86,10 @@ class MeshPlan:
         seconds: time the search took.
 
     Example:
-        >>> import torch
-        >>> from remat import plan_model
+        >>> import remat, torch
         >>> from remat.plan import Layout, MeshPlan
         >>> model = torch.nn.Sequential(*map(torch.nn.Sequential, [torch.nn.Linear(8, 8) for _ in range(2)]))
-        >>> plan = plan_model(model, torch.ones(4, 8), mesh=Layout(dp_shard=2, layers="*"), memory="1MiB")
+        >>> plan = remat.fit(model, torch.ones(4, 8), mesh=Layout(dp_shard=2, layers="*"), memory="1MiB")
         >>> list(plan.stages[0].blocks), MeshPlan.from_json(plan.to_json()) == plan
         (['0', '1'], True)
     """

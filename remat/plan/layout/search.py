@@ -30,20 +30,20 @@ def plan_mesh(
     cost: str | CostModel,
     device: Any,
 ) -> MeshPlan:
-    """What `plan_model(model, ..., mesh=layout, memory=...)` returns.
+    """What `remat.fit(model, ..., mesh=layout, memory=...)` returns.
 
     Raises:
         RematError: it is not a module, cannot be traced, or does not fit.
     """
     start = time.perf_counter()
     if not isinstance(model, torch.nn.Module):
-        raise RematError(f"plan_model(mesh=...) plans a module, whose parameters are spread; got {model!r}.")
+        raise RematError(f"remat.fit(mesh=...) plans a module, whose parameters are spread; got {model!r}.")
     if not isinstance(layout, Layout):
-        raise RematError(f"plan_model(mesh=...) takes a remat.plan.Layout, got {layout!r}.")
+        raise RematError(f"remat.fit(mesh=...) takes a remat.plan.Layout, got {layout!r}.")
     # The model has no memory here, so it is not for this machine.
     prices = cost_model(cost, device or "h100")
     if prices.unit != "s":
-        raise RematError('plan_model(mesh=...) weighs collectives by seconds: write cost="roofline".')
+        raise RematError('remat.fit(mesh=...) weighs collectives by seconds: write cost="roofline".')
     named = getattr(prices, "device", None) or "h100"
     limit = _memory(memory, named)
     chosen = block_names(model, layout.layers)
@@ -83,7 +83,7 @@ def _memory(memory: int | str | None, device: str) -> int:
     except ValueError:
         size = None
     if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
-        raise RematError(f'plan_model(memory={memory!r}): write the memory of one device, memory="80GiB".')
+        raise RematError(f'remat.fit(memory={memory!r}): write the memory of one device, memory="80GiB".')
     return size
 
 

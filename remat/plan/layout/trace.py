@@ -121,7 +121,7 @@ class _Walk:
         with self.local.on_fakes(), self._answering(self._call), self._outer_watched():
             self.local.model(*args, **kwargs)
         if not self.met:
-            raise RematError("plan_model(mesh=...): the model calls none of its blocks.")
+            raise RematError("remat.fit(mesh=...): the model calls none of its blocks.")
         shared = {id(t) for t in self.shared()}
         graphs = []
         for one in self.first:
@@ -151,12 +151,12 @@ class _Walk:
     def _call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if any(met.name == name for met in self.met):
             raise RematError(
-                f"plan_model(mesh=...): block {name} is called twice; plans are by call of a block."
+                f"remat.fit(mesh=...): block {name} is called twice; plans are by call of a block."
             )
         leaves, spec = flatten((args, kwargs))
         if any(isinstance(leaf, torch.Tensor) and wraps(leaf) for leaf in leaves):
             raise RematError(
-                f"plan_model(mesh=...): block {name} is called with a DTensor. Between blocks plans know "
+                f"remat.fit(mesh=...): block {name} is called with a DTensor. Between blocks plans know "
                 "plain tensors of one rank: write use_local_output=True in Layout(parallelize=...)."
             )
         exact, rough = (

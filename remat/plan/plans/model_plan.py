@@ -60,10 +60,10 @@ class ModelPlan:
 
     Example:
         >>> import torch
-        >>> from remat import checkpoint_policy, plan_model, remat
+        >>> from remat import checkpoint_policy, fit, remat
         >>> block = remat(lambda x: torch.tanh(x @ x).exp(), policy=checkpoint_policy(budget=0.5))
         >>> x = torch.eye(4, requires_grad=True)
-        >>> planned = plan_model(lambda x: block(block(x)).sum(), x, budget=0.6)
+        >>> planned = fit(lambda x: block(block(x)).sum(), x, budget=0.6)
         >>> len(planned.regions), planned.kept_bytes <= planned.budget
         (2, True)
     """
