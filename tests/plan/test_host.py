@@ -103,7 +103,7 @@ def test_equal_layers_are_traced_and_solved_once(monkeypatch):
         stack = torch.nn.Sequential(*(GPTBlock(32, 4) for _ in range(depth)))
         nn.apply(stack, layers="*", policy=checkpoint_policy(budget=0.5))
         x = torch.randn(4, 16, 32, requires_grad=True) * 1
-        plan = fit(lambda x: stack(x), x, budget=0.7, link="gh200", device="h100")
+        plan = fit(lambda x, stack=stack: stack(x), x, budget=0.7, link="gh200", device="h100")
         assert len(plan.regions) == depth and any(region.sent for region in plan.regions)
         found.append((len(solved), len(problems), len(traced)))
         assert not any(is_fake(o) for o in gc.get_objects() if isinstance(o, torch.Tensor))
