@@ -22,7 +22,7 @@ from typing import (
 )
 
 from remat._core import Decision, OpInfo, described
-from remat._region import Check, Options, rematerialized
+from remat._region import Check, Inputs, Options, rematerialized
 from remat.policies import (
     FromCallable,
     Policy,
@@ -88,6 +88,7 @@ class _Options(TypedDict, total=False):
     preserve_rng_state: bool
     determinism_check: Check
     keep_decisions: bool
+    inputs: Inputs
 
 
 OPTIONS = tuple(_Options.__annotations__)
@@ -115,6 +116,7 @@ def remat(
     preserve_rng_state: bool = True,
     determinism_check: Check = "metadata",
     keep_decisions: bool = True,
+    inputs: Inputs = "hold",
     **unknown: Any,
 ) -> Any:
     """Return a function with the results and gradients of `fn` that keeps less for its backward.
@@ -137,6 +139,8 @@ def remat(
         keep_decisions: keep integers and bools that are computed from floats, under every policy, if the
             recomputation would read them. Examples are indices of `topk` and masks of a comparison. Floats
             with other last bits must not select another expert. See docs/policies.md.
+        inputs: "offload" has arguments wait in pinned host memory: those that an op has made with a history,
+            from 1 MiB on. The last region's stay on the device. See docs/offload.md.
 
     Returns:
         A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`. For a module
@@ -168,6 +172,11 @@ def remat(
         raise WrongValue(
             f"remat(determinism_check={determinism_check!r}): expected one of {', '.join(map(repr, _CHECKS))}"
         )
+    if inputs not in get_args(Inputs):
+        raise WrongValue(
+            f"remat(inputs={inputs!r}): expected 'hold' or 'offload'. What is kept of values inside is said "
+            "by policy=..., such as policy=offload(save_matmuls)."
+        )
     options = Options(
         policy_given(policy),
         name,
@@ -176,6 +185,7 @@ def remat(
         preserve_rng_state,
         determinism_check,
         keep_decisions,
+        inputs,
     )
     return functools.partial(rematerialized, options=options) if fn is None else rematerialized(fn, options)
 

@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 
 from remat._by_call import ByCall
-from remat._dynamo import call_planned, call_region, needs_call, wrap
+from remat._dynamo import call_planned, call_region, naming_inputs, needs_call, wrap
 from remat._forced import forced
 from remat._inspect import logger, told, wanted
 from remat._ranks import RANKS
-from remat.policies import Policy, PolicySelector, save_everything, save_nothing
+from remat.policies import HostInputs, Policy, PolicySelector, save_everything, save_nothing
 from remat.transforms import (
     WrongType,
     WrongValue,
@@ -37,6 +37,8 @@ from remat.transforms.region import Region, checksum, choosing
 
 # How a recomputation is compared with its forward.
 Check = Literal["metadata", "exact", "none"]
+# Where a region's arguments wait for its backward.
+Inputs = Literal["hold", "offload"]
 
 
 def name_of_region(fn: Any) -> str:
@@ -68,7 +70,13 @@ class Options:
     random: bool = True
     check: Check = "metadata"
     decisions: bool = True
+    inputs: Inputs = "hold"
     once: bool = False  # whether `fn` was marked as what a compiler lowers once for all of its calls
+
+    @property
+    def sends(self) -> bool:
+        """Whether arguments go to the host."""
+        return self.inputs == "offload" or self.policy.sends_inputs
 
     def label(self, fn: Callable[..., Any]) -> str:
         """What messages call the region."""
@@ -76,6 +84,8 @@ class Options:
 
     def region(self, fn: Callable[..., Any], policy: Policy, label: str | None = None) -> Region:
         label = label or self.label(fn)
+        if self.sends:
+            policy = HostInputs(policy)
         if policy == save_nothing:
             selector, key = None, (None, label, self.decisions)
         else:
@@ -141,8 +151,9 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     _check_static_names(fn, options.names)
     region = options.region(fn, options.policy)
     static = bool(options.numbers or options.names)
-    keeps_everything = options.policy == save_everything
+    keeps_everything = options.policy == save_everything and not options.sends
     label, number = region.name, register(options)
+    names = options.sends and not hasattr(fn, "names_inputs")
     # Most policies are the same for every call; asking them takes longer than a small op.
     binds = needs_call(options.policy)
     compile_call = call_planned if binds else call_region
@@ -151,6 +162,8 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     by_call = ByCall(options.region, options.policy, region) if binds and not static else None
 
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if names:
+            return _wrap(naming_inputs(fn, args, kwargs), replace(options, name=label))(*args, **kwargs)
         choose, stand = forced.choose, forced.stand
         if stand is not None and (given := stand(fn, options.policy, args, kwargs)) is not None:
             return given[0]
@@ -170,7 +183,8 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     # Dynamo looks into every cell, so this one closes over strings and functions alone.
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return compile_call(label, number, fn, args, kwargs)
+            called = naming_inputs(fn, args, kwargs) if names else fn
+            return compile_call(label, number, called, args, kwargs)
         if logger.level and wanted():
             return told(label, functools.partial(eager, args, kwargs))
         return eager(args, kwargs)

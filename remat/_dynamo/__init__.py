@@ -12,6 +12,7 @@ from remat._dynamo.intermediates import (
 from remat._dynamo.region import (
     call_planned,  # `call_region` for policies that look at a whole call
     call_region,  # call the region with the options numbered `at` while Dynamo traces
+    naming_inputs,  # a function whose arguments bear the name of those that go to the host
     needs_call,  # whether a policy is another one for every call
     wrap,  # `fn` as a region, while Dynamo traces the very call of `remat`
 )

@@ -17,7 +17,9 @@ from remat._dynamo.intermediates import sessions, through
 from remat._torch import bypassing_wrapper, is_inner, libraries_ready, made_here, share_floats
 from remat.policies import Policy, bind, save_everything
 from remat.transforms import RematError, map_only, registered
+from remat.transforms.compiled import named
 from remat.transforms.entry import Given, Graph, outermost_traced, run_graph, run_transparently
+from remat.transforms.offload import INPUT
 
 # `bypass(enter, fn, *args)` calls `enter(graph of fn)(*operands)` at trace time. Dynamo takes for `enter` a
 # module-level function, or a partial of one with plain constants. Where it refuses what a region does, its
@@ -59,6 +61,30 @@ def _returning_its_own(fn: Callable[..., Any]) -> Callable[..., Any]:
     return rematerialized
 
 
+def naming_inputs(fn: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
+    """`fn` for a call with such arguments: those that go to the host bear a name.
+
+    They are what an op has made with a history. Others, such as weights and tables, somebody else has, and
+    nothing would be freed. (This is asked outside of the region: a recomputation sees other histories.)
+    """
+    made: list[bool] = []
+    map_only(
+        torch.Tensor, lambda tensor: made.append(tensor.requires_grad and not tensor.is_leaf), (args, kwargs)
+    )
+
+    def with_names(*args: Any, **kwargs: Any) -> Any:
+        left = iter(made)
+        args, kwargs = map_only(
+            torch.Tensor, lambda tensor: named(tensor, INPUT) if next(left) else tensor, (args, kwargs)
+        )
+        return fn(*args, **kwargs)
+
+    if not torch.compiler.is_dynamo_compiling():
+        functools.update_wrapper(with_names, fn, updated=())
+        with_names.names_inputs = True  # type: ignore[attr-defined]
+    return with_names
+
+
 def given(args: Any, kwargs: Any) -> tuple[int, bool]:
     """The fields of a `entry.compiled.Given`; Dynamo traces this."""
     tensors, containers = 0, False
@@ -75,13 +101,20 @@ def given(args: Any, kwargs: Any) -> tuple[int, bool]:
 def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     """`fn` as a region, while Dynamo traces the very call of `remat`."""
     label = options.name or getattr(fn, "__name__", "module")
-    spec = (type(options), describe(options.policy), options.random, options.check, options.decisions)
-    binds = needs_call(options.policy)
+    spec = (
+        type(options),
+        describe(options.policy),
+        options.random,
+        options.check,
+        options.decisions,
+        options.inputs,
+    )
+    binds, sends = needs_call(options.policy), options.sends
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         libraries_ready()
         run = functools.partial(enter_described, label, spec, given=given(args, kwargs) if binds else None)
-        return _called(run, fn, args, kwargs)
+        return _called(run, naming_inputs(fn, args, kwargs) if sends else fn, args, kwargs)
 
     return rematerialized
 
@@ -110,7 +143,7 @@ def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwa
         return options.eager(graph)(*operands, **kwargs)
     options = options.as_traced()
     body = Graph(graph, Given(*given) if given else None, options.once)
-    if options.policy == save_everything and outermost_traced():
+    if options.policy == save_everything and not options.sends and outermost_traced():
         return run_transparently(body, operands, {})
     policy: Policy = options.policy
     if needs_call(policy):

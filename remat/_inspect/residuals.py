@@ -346,7 +346,7 @@ class _Table:
             why = "output"
         if kept is not None and kept.why in (*_KEPT, "random"):
             why = kept.why
-        away = kept is not None and kept.away
+        away = kept is not None and bool(kept.away)
         shape = tuple(tensor.shape)
         residual = Residual(shape, tensor.dtype, tensor.device, size, why, op, name, line, path, away, lies)
         rank = {"argument": 0, "captured": 1, "random": 2}.get(why, 3)

@@ -30,6 +30,7 @@ from remat.policies._ready import save_matmuls as save_matmuls
 from remat.policies._ready import save_names as save_names
 from remat.policies._ready import save_nothing as save_nothing
 from remat.policies._ready import save_ops as save_ops
+from remat.policies._selective import HostInputs as HostInputs
 from remat.policies._selective import offload as offload
 from remat.policies._selective import save_costlier_than as save_costlier_than
 from remat.policies._selective import save_every_nth as save_every_nth

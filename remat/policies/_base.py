@@ -42,6 +42,7 @@ class Policy:
         asks_again: whether verdicts change from call to call, so that every forward asks.
         shares_constants: whether what depends on nothing that a region is given, such as a rotary table, may
             be computed once for several regions of a graph.
+        sends_inputs: whether the region's arguments go to the host, as by `remat(fn, inputs="offload")`.
 
     Example:
         >>> from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Policy:
     counts: bool = False
     asks_again: bool = False
     shares_constants: bool = True
+    sends_inputs: bool = False
 
     @functools.cached_property
     def key(self) -> Hashable:
@@ -262,6 +264,10 @@ class Combined(Policy):
     @property
     def shares_constants(self) -> bool:  # type: ignore[override]
         return all(part.shares_constants for part in self.parts().values())
+
+    @property
+    def sends_inputs(self) -> bool:  # type: ignore[override]
+        return any(part.sends_inputs for part in self.parts().values())
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         return self._with({name: part.bind(fn, args, kwargs) for name, part in self.parts().items()})

@@ -62,6 +62,8 @@ _ALIASES = {
     **{"kv_proj": "qkv_proj", "mla_q": "query_proj", "mla_kv": "qkv_proj"},
     **dict.fromkeys(("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"), "moe_experts"),
 }
+# The block's own arguments: held, or sent to the host.
+_INPUT = "decoder_layer_input"
 _VERDICTS = {"remat": Decision.RECOMPUTE, "device": Decision.SAVE, "offload": Decision.OFFLOAD}
 _Rule = tuple[str, Decision, Policy | None]
 
@@ -119,11 +121,13 @@ class ByModule(_OfModules, Numbered):
         rules: patterns of paths or roles, with the verdict, and with a policy that says of which ops.
         label: how it prints.
         strict: whether a pattern that means no module of a region raises instead of warning.
+        sends_inputs: whether the region's arguments go to the host.
     """
 
     rules: tuple[_Rule, ...]
     label: str
     strict: bool = False
+    sends_inputs: bool = False
     within: Any = None
 
     def __call__(self, info: OpInfo) -> Decision:
@@ -238,6 +242,8 @@ def by_role(label: str, settings: Mapping[str, Decision | str], strict: bool = F
                 f'presets.custom({{{name!r}: {value!r}}}): write a role or a pattern, and "remat", "device" '
                 f'or "offload". The roles are {", ".join((*ROLES, ATTENTION))}.'
             )
+        if name == _INPUT:
+            continue
         role = _ALIASES.get(name, name)
         known = role in ROLES or role == ATTENTION
         if not known and "*" not in role and "." not in role:
@@ -253,4 +259,5 @@ def by_role(label: str, settings: Mapping[str, Decision | str], strict: bool = F
                 f"presets.custom got {before[1].name} and {verdict.name} for {role}, which {name!r} is "
                 "another name of. Leave one of them out."
             )
-    return ByModule(tuple(rules.values()), label, strict)
+    sends = settings.get(_INPUT) in ("offload", Decision.OFFLOAD)
+    return ByModule(tuple(rules.values()), label, strict, sends)

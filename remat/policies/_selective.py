@@ -13,6 +13,28 @@ from typing import Any
 from remat._core import Decision, OpInfo, parse_bytes
 from remat.policies._base import Combined, Numbered, Policy, PolicyError, as_policy, check_verdict
 from remat.policies._ready import save_everything
+from remat.transforms.offload import INPUT
+
+# Copies below it take longer to begin than to be made.
+LEAST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, repr=False)
+class HostInputs(Combined):
+    """The verdicts of a policy, and OFFLOAD for a region's arguments from `LEAST_BYTES` on."""
+
+    policy: Policy
+
+    def __call__(self, info: OpInfo) -> Decision:
+        if info.name == INPUT:
+            return Decision.OFFLOAD if info.bytes >= LEAST_BYTES else Decision.RECOMPUTE
+        return check_verdict(self.policy, info, self.policy(info))
+
+    def decide_by_op(self, op: Any) -> Decision | None:
+        return self.policy.decide_by_op(op)
+
+    def __repr__(self) -> str:
+        return repr(self.policy)
 
 
 class Narrowed(Combined):

@@ -18,6 +18,7 @@ from remat.policies._base import Policy, check_verdict
 from remat.transforms import BoundedCache, RematError, tensors_in, traits
 from remat.transforms.compat import is_batched_below
 from remat.transforms.intermediates import current
+from remat.transforms.offload import INPUT
 from remat.transforms.tape import Node, Tape, Verdicts
 
 _aten = torch.ops.aten
@@ -194,6 +195,7 @@ class PolicySelector:
     def finished(self, tape: Tape) -> None:
         """The forward is over."""
         self.policy.finished(tape)
+        self.named.pop(INPUT, None)
         report_unmatched(self.policy, self.region, self.named)
         if self.policy.needs_modules:
             _report(self.region, dict(self.policy.unmet(self.modules)), self._unmet)

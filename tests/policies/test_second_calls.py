@@ -55,7 +55,7 @@ def sent(monkeypatch):
     from tests.policies.inside import verdicts
 
     found, send = [], verdicts.send
-    monkeypatch.setattr(verdicts, "send", lambda t, root: found.append(t) or send(t, root))
+    monkeypatch.setattr(verdicts, "send", lambda t, *more: found.append(t) or send(t, *more))
     return found
 
 

@@ -76,7 +76,7 @@ class GraphLowering:
         for sink in prim.sinks:
             sink.written = record
         given_to(operands)
-        if outs and (sent := [value.host for value in record.sent()]):
+        if outs and (sent := [host for value in record.sent() for host in value.hosts()]):
             outs = [quiet(behind, outs[0], sent), *outs[1:]]
         if copies := list(record.before.values()):
             # A partitioner computes in the backward what no result of the forward needs. There the memory
@@ -137,7 +137,7 @@ class GraphLowering:
                 made = run()
         if isinstance(body, PullBack) and plain:
             made = parts(made, [record.operands[i] for i in body.mask])
-        turn.done(made, [value.fetched for value in record.sent()])
+        turn.done(made, [value.fetched for value in record.sent() if value.fetched is not None])
         return made
 
     def _early(self, prim: Prim, turn: Turn, late: Late) -> tuple[torch.Tensor, ...]:

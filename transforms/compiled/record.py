@@ -7,6 +7,7 @@ drops, so nothing is skipped or freed here. Values that the selector keeps stay 
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from remat.transforms.compiled.turns import PRODUCTS, looked_at
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Aliasing
-from remat.transforms.offload import Elsewhere
+from remat.transforms.offload import INPUT, Elsewhere
 from remat.transforms.ops import (
     Decisions,
     Traits,
@@ -212,7 +213,8 @@ class GraphRecord(Verdicts):
 
     def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
         self.keeps = True
-        return quiet(map_tensors, Sent if verdict == OFFLOAD else as_it_is, out)
+        send = functools.partial(Sent, waits=node.name == INPUT)
+        return quiet(map_tensors, send if verdict == OFFLOAD else as_it_is, out)
 
     def _before_writing(self, func: Any, memory: torch.UntypedStorage) -> None:
         """Copy what is about to be written to.

@@ -6,12 +6,14 @@ recomputed before it: as in eager, copies run beside what is computed (`offload.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from remat.transforms.compiled.barrier import as_fenced, fence_fake, fenced, on_local
+from remat.transforms.compat import as_it_is, traced
+from remat.transforms.compiled.barrier import as_fenced, fence_below, fence_fake, fenced, on_local
 from remat.transforms.offload import Elsewhere, copied_to_host, lane, to_device
 from remat.transforms.sharded import local_tensors
 
@@ -85,17 +87,36 @@ def behind(value: torch.Tensor, first: Sequence[torch.Tensor]) -> torch.Tensor:
 class Sent(Elsewhere):
     """A kept value that the graph copies to the host."""
 
-    __slots__ = ("device", "fetched", "host")
+    __slots__ = ("before", "device", "fetched", "host", "tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.device = tensor.device
-        self.host = on_local(_SEND, tensor)
+    def __init__(self, tensor: torch.Tensor, waits: bool = False) -> None:
+        """`waits`: it is sent when the next one that waits is made, so the last of a graph never is."""
+        self.device, self.tensor, self.host = tensor.device, as_it_is(tensor), None
+        self.fetched: torch.Tensor | None = None
+        self.before: Sent | None = None
+        if waits and (at := traced(tensor)) is not None:
+            self.before = _waiting.get(at[0])
+            _waiting[at[0]] = self
+        for one in (self.before,) if waits else (self,):
+            if one is not None:
+                one.host = on_local(_SEND, one.tensor)
 
-    def fetch(self, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    def hosts(self) -> list[torch.Tensor]:
+        """What was sent when this value was made: itself, or the one that had waited."""
+        first = self.before if self.before is not None else self
+        return [] if first.host is None else [first.host]
+
+    def fetch(self, after: Sequence[torch.Tensor]) -> None:
         """Begin to copy it back, once `after` are there."""
-        self.fetched = on_local(FETCH, self.host, self.device, list(local_tensors(after)))
-        return self.fetched
+        if self.host is not None:
+            self.fetched = on_local(FETCH, self.host, self.device, list(local_tensors(after)))
 
     def fenced(self, after: Sequence[torch.Tensor]) -> torch.Tensor:
         """The value on its device, behind a fence."""
+        if self.fetched is None:
+            return fence_below(self.tensor, after)
         return fenced(self.fetched, after, ARRIVED)
+
+
+# The value of a graph under way that waits.
+_waiting: weakref.WeakKeyDictionary[Any, Sent] = weakref.WeakKeyDictionary()

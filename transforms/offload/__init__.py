@@ -2,6 +2,7 @@
 
 from remat.transforms.offload.prefetch import Store  # what one forward of a region sent away
 from remat.transforms.offload.transfer import (
+    INPUT,  # the name of a region's arguments that belong on the host
     Copy,  # a copy that is on its way
     Elsewhere,  # a kept value that is not on its device
     away_in,  # the values among what is kept of an op that lie in host memory

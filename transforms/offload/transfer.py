@@ -12,6 +12,9 @@ PyTorch's own `torch.autograd.graph.save_on_cpu` copies on the computing stream;
 
 from __future__ import annotations
 
+import collections
+import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,7 +22,11 @@ import torch
 
 from remat.transforms.compat import bits, memory_is_real, with_bits
 from remat.transforms.context import scoped
-from remat.transforms.ops import span, tensors_in
+from remat.transforms.errors import RematError, written
+from remat.transforms.ops import span, tensors_in, version_of
+
+# The name of a region's arguments that belong on the host.
+INPUT = "remat.input"
 
 
 class Lane:
@@ -148,8 +155,14 @@ def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> Copy:
     # Conjugates are made on the device: the host would do so as soon as the copy was asked for.
     tensor = tensor.resolve_conj().resolve_neg()
     by = lane(tensor)
-    with scoped(travelling="host"):
-        copy, mark = by.send(tensor, into)
+    try:
+        with scoped(travelling="host"):
+            copy, mark = by.send(tensor, into)
+    except RuntimeError as error:
+        raise RematError(
+            f"there is no room in host memory for {tensor.nbytes} bytes that a region offloads: {error}. "
+            "Offload less, by a policy for fewer values, or raise the limit of pinned memory (ulimit -l)."
+        ) from error
     return Copy(copy, by, mark)
 
 
@@ -175,19 +188,41 @@ def to_device(host: torch.Tensor, device: torch.device) -> Copy:
 class Parcel:
     """One tensor that was sent to the host, and while the backward needs it its copy on the device."""
 
-    __slots__ = ("__weakref__", "bits", "device", "fetched", "host", "offset", "sent", "stride", "takers")
+    __slots__ = (
+        "__weakref__",
+        "bits",
+        "device",
+        "fetched",
+        "host",
+        "offset",
+        "sent",
+        "stride",
+        "takers",
+        "version",
+    )
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, waits: bool = False) -> None:
+        """`waits`: it leaves when the next one that waits is made, so the last of a pass is never sent."""
         # What travels is memory: that its numbers stand for their conjugates is noted beside it.
         self.bits = bits(tensor)
         tensor = with_bits(tensor.detach(), self.bits)
         self.device = tensor.device
-        self.sent = to_host(tensor)
-        self.host = self.sent.tensor
+        self.sent: Copy | None = None
+        self.host, self.version = tensor, version_of(tensor)
         # Where it lay, for views of it.
         self.offset, self.stride = tensor.storage_offset(), tensor.stride()
         self.fetched: Copy | None = None
         self.takers = 0  # how many values will still be asked for of what was fetched
+        if waits:
+            _queue.add(self)
+        else:
+            self.leave()
+
+    def leave(self) -> None:
+        """Send it, unless it was sent or written to since."""
+        if self.sent is None and version_of(self.host) == self.version:
+            self.sent = to_host(self.host)
+            self.host = self.sent.tensor
 
     def covers(self, view: torch.Tensor) -> bool:
         """Whether `view`, which looks into the same memory, is a part of it, laid out in the same way."""
@@ -199,16 +234,22 @@ class Parcel:
 
     def wait(self) -> None:
         """Let what is computed from now on write to the tensor that was sent."""
-        self.sent.wait()
+        self.leave()
+        if self.sent is not None:
+            self.sent.wait()
 
     def fetch(self, takers: int) -> None:
         """Begin to bring it back for so many values."""
         self.takers = takers
-        if self.fetched is None:
+        if self.fetched is None and self.sent is not None:
             self.fetched = to_device(self.host, self.device)
 
     def take(self) -> torch.Tensor:
         """What was sent on its device, fetched now if it was not before."""
+        if self.sent is None:
+            if version_of(self.host) != self.version:
+                raise RematError(written("a region with inputs='offload'", self.host))
+            return self.host
         fetched = self.fetched or to_device(self.host, self.device)
         self.takers -= 1
         if self.takers <= 0:
@@ -218,6 +259,28 @@ class Parcel:
     def drop(self) -> None:
         """Let go of the copy on the device."""
         self.fetched = None
+
+
+class _Queue(threading.local):
+    """The one parcel of a thread that waits, and those that were sent last: `most` are on the way at most."""
+
+    most = 2
+
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.sent: collections.deque[Any] = collections.deque()
+
+    def add(self, parcel: Parcel) -> None:
+        before = None if self.last is None else self.last()
+        self.last = weakref.ref(parcel)
+        if before is not None and before.sent is None:
+            before.leave()
+            self.sent.append(weakref.ref(before))
+            if len(self.sent) > self.most and (first := self.sent.popleft()()) is not None:
+                first.wait()
+
+
+_queue = _Queue()
 
 
 class Elsewhere:
@@ -238,6 +301,10 @@ class Away(Elsewhere):
             self.view = view.size(), view.stride(), view.storage_offset() - parcel.offset
             self.bits = bits(view)
 
+    def __bool__(self) -> bool:
+        """Whether it has left its device."""
+        return self.parcel.sent is not None
+
     @property
     def host(self) -> torch.Tensor:
         """The value where it lies."""
@@ -253,11 +320,12 @@ class Away(Elsewhere):
         return with_bits(tensor if self.view is None else tensor.as_strided(*self.view), self.bits)
 
 
-def send(value: torch.Tensor, root: Any = None) -> Away:
-    """Send a value to the host, unless what is kept of the op that made its memory, `root`, covers it."""
+def send(value: torch.Tensor, root: Any = None, waits: bool = False) -> Away:
+    """Send a value to the host, unless what is kept of the op that made its memory, `root`, covers it; with
+    `waits` as soon as another one waits."""
     if isinstance(root, Away) and root.view is None and root.parcel.covers(value):
         return Away(root.parcel, value)
-    return Away(Parcel(value))
+    return Away(Parcel(value, waits))
 
 
 def away_in(kept: Any) -> Iterable[Away]:
@@ -269,6 +337,6 @@ def away_in(kept: Any) -> Iterable[Away]:
             yield from away_in(part)
 
 
-def held_tensors(kept: Any) -> list[tuple[torch.Tensor, bool]]:
-    """The tensors that are held for a kept value, and whether each is an offloaded one, on its host."""
-    return [*((away.host, True) for away in away_in(kept)), *((tensor, False) for tensor in tensors_in(kept))]
+def held_tensors(kept: Any) -> list[tuple[torch.Tensor, Any]]:
+    """The tensors that are held for a kept value, and whether each is an offloaded one; true once it left."""
+    return [*((away.host, away) for away in away_in(kept)), *((tensor, False) for tensor in tensors_in(kept))]

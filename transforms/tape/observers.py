@@ -27,7 +27,7 @@ class Kept:
         index: the argument's position among the region's tensors, or the op's position in the region.
         op: the op that made it, None for arguments.
         name: its `checkpoint_name`, or None.
-        away: whether it lies in host memory, sent there.
+        away: whether it lies in host memory, sent there: true once it has left.
         placements: of the `DTensor` whose local part it is, where that is known.
     """
 
@@ -37,7 +37,7 @@ class Kept:
     index: int
     op: Any = None
     name: str | None = None
-    away: bool = False
+    away: Any = False
     placements: str | None = None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from remat.transforms.compat import below_levels
 from remat.transforms.context import Mode, active, quiet
-from remat.transforms.offload import send
+from remat.transforms.offload import INPUT, send
 from remat.transforms.ops import Traits, metas, tensors_in
 from remat.transforms.placeholders import Meta
 from remat.transforms.sharded import local_tensors, placements_of
@@ -79,7 +79,7 @@ class Verdicts(Mode):
         # Of memory that was written to since, what was sent is out of date.
         fresh = node.root < 0 or node.root == at or node.root in self.tape.last_write
         root = None if fresh else self.kept.get(node.root)
-        return quiet(map_tensors, lambda tensor: send(tensor, root), out)
+        return quiet(map_tensors, lambda tensor: send(tensor, root, node.name == INPUT), out)
 
     def shared(self, ops: Iterable[int]) -> list[torch.Tensor]:
         """The results of these ops that somebody else has, too, and may write to."""
@@ -122,6 +122,8 @@ class Verdicts(Mode):
         self.tape.names.append((number, name))
         at = self.tape.makers[number]
         node = self.tape.nodes[at]
+        if name == INPUT and (node.deps or self._kept_in.get(node.root)):
+            return  # the argument of a region inside, or one that was named
         node.name = name
         if self.selector is not None:
             # The user's code runs above the levels, what is kept belongs below them.
