@@ -2,8 +2,8 @@
 
     python -m benchmarks.mesh     # Llama-3-70B on 64 and 512 devices, Mixtral-8x7B with experts apart
 
-Prints the plans and the table of `docs/mesh-plans.md`, and writes `results/mesh.csv`. Each job is planned in
-a process of its own, whose CPU time and peak memory are those of planning.
+Prints the plans and the table of `docs/measured/mesh-plans.md`, and writes `results/mesh.csv`. Each job is
+planned in a process of its own, whose CPU time and peak memory are those of planning.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Installs pinned packages without their dependencies into a folder (a temporary o
 so that torch is the one at hand, and runs each in a process of its own. Three training steps with every way
 of making regions are compared with the same steps without: loss, gradients, parameters, buffers and the
 random state. Then `torch.func.grad` over `functional_call` with parameters and buffers. There is a row for
-each package and way in `benchmarks/results/packages.csv`, and a table in `docs/trust.md`.
+each package and way in `benchmarks/results/packages.csv`, and a table in `docs/measured/trust.md`.
 """
 
 # The packages are installed when it runs, in a folder of its own.
@@ -40,7 +40,7 @@ from benchmarks.suite.report import rewrite
 from remat import checkpoint_policy, remat, save_matmuls, save_nothing
 from remat import nn as remat_nn
 
-CSV, PAGE = RESULTS / "packages.csv", Path("docs/trust.md")
+CSV, PAGE = RESULTS / "packages.csv", Path("docs/measured/trust.md")
 FIELDS = ("package", "version", "torch", "way", "result", "what")
 SECONDS = 600  # for one package
 STEPS = 3

@@ -2,8 +2,9 @@
 
     python -m benchmarks.published
 
-Prints the table of `docs/without-gpu.md` and writes `results/published.csv`. Seconds are processor time of
-the whole command, imports included: the least of three runs, since others on the machine only add to it.
+Prints the table of `docs/planner.md#plan-for-a-gpu-without-a-gpu` and writes `results/published.csv`. Seconds
+are processor time of the whole command, imports included: the least of three runs, since others on the
+machine only add to it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ to the main branch.
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 # A table with a column aligned to the right has numbers.
 _FIGURES = re.compile(r'<table>(?=\s*<thead>(?:(?!</thead>).)*align="right)', re.DOTALL)
 _CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
-_OUTSIDE = re.compile(r"\]\(\.\./([^)\s]+)\)")
+_UP = re.compile(r"\]\((\.\./[^)\s]+)\)")
 
 
 def version() -> str:
@@ -36,10 +37,18 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Files beside docs/ are not on the site: `../examples/x.py` leads to the repository."""
     tree = f"v{version()}" if published() else "main"
-    return _OUTSIDE.sub(rf"]({config['repo_url']}/blob/{tree}/\1)", markdown)
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def link(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, match[1]))
+        if not target.startswith("../"):
+            return match[0]
+        return f"]({config['repo_url']}/blob/{tree}/{target.removeprefix('../')})"
+
+    return _UP.sub(link, markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -140,7 +140,7 @@ def remat(
             recomputation would read them. Examples are indices of `topk` and masks of a comparison. Floats
             with other last bits must not select another expert. See docs/policies.md.
         inputs: "offload" has arguments wait in pinned host memory: those that an op has made with a history,
-            from 1 MiB on. The last region's stay on the device. See docs/offload.md.
+            from 1 MiB on. The last region's stay on the device. See docs/policies.md#offload.
 
     Returns:
         A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`. For a module

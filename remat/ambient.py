@@ -53,8 +53,8 @@ def register_state(
 
     Under plain autograd, and under one derivative of `torch.func`, a recomputation runs ops and no Python.
     There only kernels of custom ops see the restored state. The state matters where the function runs again:
-    under nested derivatives, and where its ops do not tell all that it computed (docs/design.md). A compiled
-    graph is traced once, so this is called once.
+    under nested derivatives, and where its ops do not tell all that it computed (docs/measured/design.md). A
+    compiled graph is traced once, so this is called once.
 
     Args:
         capture: called when the forward of a region, or of a scan, begins; returns anything.

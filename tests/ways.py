@@ -736,8 +736,8 @@ def on_cpu(model: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # -- the comparison ----------------------------------------------------------------------------------------
 
 
-# Under a budget, what a first call appends to lists is there once more (docs/inspecting.md). Where nothing
-# reads the list, all else is compared.
+# Under a budget, what a first call appends to lists is there once more
+# (docs/choosing.md#inspecting-what-is-kept). Where nothing reads the list, all else is compared.
 UNDER_A_BUDGET = re.compile(r"\"(" + "|".join(library.PLANNED) + r")\"\)")
 READS_A_LIST = re.compile(r"len\(self\.history\)|self\.(shared|escaped)\b")
 

@@ -1,6 +1,6 @@
 """Regions on several processes: what each keeps, sends and computes again, and whether gradients are alike.
 
-    python -m benchmarks.many_devices --write    # prints the tables, and puts them into docs/distributed.md
+    python -m benchmarks.many_devices --write    # prints the tables, and writes docs/measured/layouts.md
     python -m benchmarks.many_devices --layouts TP --policies none,save_matmuls
 
 Processes are on this machine's CPU and talk by gloo. Bytes and counts are those of one process.
@@ -305,7 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/distributed.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/measured/layouts.md")
     given = parser.parse_args()
     layouts = given.layouts.split(",")
     tables: dict[str, str] = {}
@@ -315,5 +315,5 @@ def main() -> None:
             spawn(work, (folder, world, mine, given.policies.split(",")), nprocs=world)
             tables |= {name: (Path(folder) / f"{name}.md").read_text() for name in mine}
     if given.write:
-        page = Path("docs/distributed.md")
+        page = Path("docs/measured/layouts.md")
         page.write_text(written(page.read_text(), tables))

@@ -29,8 +29,8 @@ def pages(rows: list[Row]) -> dict[str, dict[str, str]]:
     first, mine = next(iter(panels.items()))
     each = [f"{title(mode)}\n\n{panel(found)}" for mode, found in panels.items()]
     return {
-        "docs/gpu.md": {"graphs": "\n".join([f"{how(rows)}\n", *each, *failed(panels)])},
-        "docs/benchmarks.md": {"pairs": pairs(panels)},
+        "docs/measured/gpu.md": {"graphs": "\n".join([f"{how(rows)}\n", *each, *failed(panels)])},
+        "docs/measured/benchmarks.md": {"pairs": pairs(panels)},
         "README.md": {"graphs": f"{title(first)} {how(mine)}\n\n{panel(mine)}"},
     }
 

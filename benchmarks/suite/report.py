@@ -24,10 +24,10 @@ SUITES: dict[Suite, str] = {
 }
 # The page of each suite: a reader of one should not load the pictures of all.
 PAGES: dict[Suite, str] = {
-    "quick": "benchmarks.md",
-    "cpu": "benchmarks-cpu.md",
-    "card": "benchmarks-gpu.md",
-    "versions": "benchmarks-cpu.md",
+    "quick": "measured/benchmarks.md",
+    "cpu": "measured/benchmarks-cpu.md",
+    "card": "measured/benchmarks-gpu.md",
+    "versions": "measured/benchmarks-cpu.md",
 }
 # Suites with figures. The others' tables are many, and a page should load fast.
 DRAWN: tuple[Suite, ...] = ("quick", "card")
@@ -62,16 +62,19 @@ class Report:
         quick = found.get(HEADLINE)
         if quick is not None:
             rewrite(self.root / "README.md", {"headline": headline(quick, overheads(self.results))})
-        rewrite(self.root / "docs" / "benchmarks.md", {"instructions": instructions(counted(self.results))})
+        rewrite(
+            self.root / "docs" / "measured/benchmarks.md",
+            {"instructions": instructions(counted(self.results))},
+        )
         if paired := Results.load(self.results / "pairs.csv"):
             text = f"{paired.sentence()}\n\n{tables.pairs_table(paired)}"
-            rewrite(self.root / "docs" / "benchmarks.md", {"compiled": text})
+            rewrite(self.root / "docs" / "measured/benchmarks.md", {"compiled": text})
         if (self.results / "graphs.csv").exists():
             graphs = graph_tables.load(self.results)
             for page, written in graph_tables.pages(graphs).items():
                 rewrite(self.root / page, written)
             measured = Results.load(self.results / "card.csv")
-            rewrite(self.root / "docs" / "gpu.md", {"card": card.simulated(graphs, measured)})
+            rewrite(self.root / "docs" / "measured" / "gpu.md", {"card": card.simulated(graphs, measured)})
             if measured:
                 rewrite(self.root / "README.md", {"card": headline(measured, {})})
         return 0
@@ -168,7 +171,7 @@ def figures(suite: str, root: Path) -> list[str]:
         "depth": "Memory against depth",
     }
     return [
-        f"![{title}](figures/{suite}_{name}.png)"
+        f"![{title}](../figures/{suite}_{name}.png)"
         for name, title in named.items()
         if (root / "docs" / "figures" / f"{suite}_{name}.png").exists()
     ]

@@ -269,7 +269,7 @@ def rehearsal() -> list[Case]:
 def versions() -> list[Case]:
     """Small cases for every interpreter that is named, compiled ones too."""
     few = ("torch checkpoint", "torch SAC", "save_nothing", "save_matmuls", "budget 0.5")
-    # What separates us from torch's checkpoint in so small a model: see docs/benchmarks.md.
+    # What separates us from torch's checkpoint in so small a model: see docs/measured/benchmarks.md.
     planned = (*few, "torch budget dp 0.5", *(f"{few[i]} without buffer reuse" for i in (0, 2)))
     small, two = sizes(depth=1), sizes(depth=2)
     found = on_cpu(

@@ -1,7 +1,7 @@
 """How fast a card's libraries run an op, as a share of `Device.half`, the round figure that plans have.
 
-The shares are those of an H100 under torch 2.11.0 with cuDNN 9.19, in bfloat16 (docs/gpu.md has how far whole
-steps are off). Other cards are taken to be alike. In single precision nothing was measured.
+The shares are those of an H100 under torch 2.11.0 with cuDNN 9.19, in bfloat16 (docs/measured/gpu.md has how
+far whole steps are off). Other cards are taken to be alike. In single precision nothing was measured.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     @jax.checkpoint(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     def block(params, x): ...
 
-What has no meaning here is accepted and said so below; docs/jax.md compares the two libraries behaviour by
-behaviour.
+What has no meaning here is accepted and said so below; docs/from-torch.md#from-jax compares the two libraries
+behaviour by behaviour.
 """
 
 from __future__ import annotations

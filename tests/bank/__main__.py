@@ -1,6 +1,6 @@
 """`make test-product SECONDS=600`: pairs of a program and a way, with a policy and a layout, drawn at random.
 
-`python -m tests.bank --table` runs every pair once and prints ways x tags, for docs/trust.md. With
+`python -m tests.bank --table` runs every pair once and prints ways x tags, for docs/measured/trust.md. With
 `--kept FILE` it writes down how each program went, and a second run goes on where the first was stopped.
 """
 

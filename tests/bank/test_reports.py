@@ -1,4 +1,4 @@
-"""Each program of a bug report is held by what docs/trust.md names: a test, or a program of the bank."""
+"""Each program of a bug report is held by a test or a program of the bank (docs/measured/trust.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from tests.bank import BANK
 
 ROOT = Path(__file__).parents[2]
 TABLE = (
-    (ROOT / "docs" / "trust.md").read_text().partition("## Programs of bug reports")[2].partition("\n## ")[0]
+    (ROOT / "docs" / "measured" / "trust.md")
+    .read_text()
+    .partition("## Programs of bug reports")[2]
+    .partition("\n## ")[0]
 )
 ROWS = [line.strip("| ").split(" | ") for line in TABLE.splitlines() if line.startswith("| ")][1:]
 

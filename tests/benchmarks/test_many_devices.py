@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.many_devices.layouts import LAYOUTS, POLICIES, title
 
-PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
+PAGE = Path(__file__).parents[2] / "docs" / "measured" / "layouts.md"
 # Ours, and torch's with the same verdicts.
 SAME = {
     "save_nothing": "torch checkpoint",

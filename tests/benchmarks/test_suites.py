@@ -317,14 +317,14 @@ def report(folder: Path) -> tuple[str, str]:
     made.append(Measured.of(replace(fit, vary="seq")).failed("stopped after 9 s"))
     shared = dict.fromkeys(runs.CONTEXT, "1") | {"hardware": "Abacus 3000", "torch": "2.13.0"}
     runs.write(folder / "quick.csv", [shared | vars(row) for row in made])
-    (folder / "docs").mkdir(exist_ok=True)
+    (folder / "docs" / "measured").mkdir(parents=True, exist_ok=True)
     marks = "<!-- {0}: generated -->\nold\n<!-- {0} ends -->\n"
     (folder / "README.md").write_text("before\n" + marks.format("headline") + "after\n")
     for page in set(PAGES.values()):
         there = [suite for suite in REPORTED if PAGES[suite] == page]
         (folder / "docs" / page).write_text("".join(map(marks.format, [*there, "instructions"])))
     assert Report(folder, folder)() == 0
-    return (folder / "README.md").read_text(), (folder / "docs" / "benchmarks.md").read_text()
+    return (folder / "README.md").read_text(), (folder / "docs" / "measured" / "benchmarks.md").read_text()
 
 
 def test_a_report_is_made_of_the_csv(tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_readme_and_docs_are_what_the_committed_csvs_say() -> None:
     assert filled(readme, "headline", headline(quick, overheads(folder))) == readme
     measured = Results.load(folder / "card.csv")
     assert measured is not None and filled(readme, "card", headline(measured, {})) == readme
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "measured" / "benchmarks.md").read_text()
     assert filled(page, "instructions", instructions(counts)) == page
     for suite in REPORTED:
         docs = (ROOT / "docs" / PAGES[suite]).read_text()

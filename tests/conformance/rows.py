@@ -1,7 +1,8 @@
 """Tables of other libraries' tests: each test here says which of theirs it is, and what becomes of it.
 
-`python -m tests.conformance.rows` writes the tables into docs/jax.md and docs/trust.md. A test without a mark
-of its own is the one of its name, and passes; of a dictionary of programs each name is such a test.
+`python -m tests.conformance.rows` writes the tables into docs/measured/jax-tests.md and
+docs/measured/trust.md. A test without a mark of its own is the one of its name, and passes; of a dictionary
+of programs each name is such a test.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ class Table:
 
 TABLES = {
     "jax": Table(
-        "jax.md",
+        "measured/jax-tests.md",
         "| # | JAX's test | | where | what is asserted, or why not |",
         {"R": "jax_remat", "K": "jax_calls", "P": "jax_policies", "C": "jax_control_flow", "L": "jax_loops",
          "T": "jax_compiled"},
     ),
     "torch": Table(
-        "trust.md",
+        "measured/trust.md",
         "| torch's test | | where | note |",
         {"C": "torch_checkpoint", "N": "torch_nested", "U": "torch_utils", "S": "torch_selective",
          "T": "torch_tags", "D": "torch_compiled", "B": "torch_breaks", "G": "torch_one_graph"},
     ),
-    "equinox": Table("trust.md", "| equinox's test | | note |", {"E": "equinox"}),
+    "equinox": Table("measured/trust.md", "| equinox's test | | note |", {"E": "equinox"}),
     "torch_remat": Table(
-        "trust.md",
+        "measured/trust.md",
         "| torch_remat's test | | note |",
         {"A": "torch_remat", "B": "torch_remat_calls", "C": "torch_remat_hooks"},
     ),

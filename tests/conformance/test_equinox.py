@@ -1,8 +1,8 @@
 """equinox's own tests of its checkpointed loops and of filter_checkpoint, by their names.
 
-Of tests/test_while_loop.py, test_scan.py and test_checkpoint.py; docs/trust.md has the table. Its while_loop
-of kind "checkpointed" is `while_remat`, its `.at[i].set` a `torch.where`. `buffers=`, memory that XLA updates
-in place, is only a carry here.
+Of tests/test_while_loop.py, test_scan.py and test_checkpoint.py; docs/measured/trust.md has the table. Its
+while_loop of kind "checkpointed" is `while_remat`, its `.at[i].set` a `torch.where`. `buffers=`, memory that
+XLA updates in place, is only a carry here.
 """
 
 from typing import Any, NamedTuple

@@ -1,8 +1,8 @@
 """JAX's own tests of jax.checkpoint (tests/api_test.py, RematTest), by their names and with their numbers.
 
 How often functions are called is in test_jax_calls.py, policies and names in test_jax_policies.py, loops and
-branches in test_jax_control_flow.py, compiled code in test_jax_compiled.py. docs/jax.md has the table of all
-80, with what was adapted and why.
+branches in test_jax_control_flow.py, compiled code in test_jax_compiled.py. docs/measured/jax-tests.md has
+the table of all 80, with what was adapted and why.
 """
 
 import pytest

@@ -1,8 +1,8 @@
 """torch_remat's own tests, by their names: the programs with regions that are saved, and recomputed.
 
-Of github.com/meta-pytorch/remat (0.2.2); docs/trust.md has the table. Its `checkpoint` is `remat`. Its
-`region(..., recompute=False)` is a region under `save_everything` inside, of which nothing runs again, and
-with `recompute=True` the function itself. `recompute_needs_tensor` is not needed.
+Of github.com/meta-pytorch/remat (0.2.2); docs/measured/trust.md has the table. Its `checkpoint` is `remat`.
+Its `region(..., recompute=False)` is a region under `save_everything` inside, of which nothing runs again,
+and with `recompute=True` the function itself. `recompute_needs_tensor` is not needed.
 """
 
 from collections.abc import Callable

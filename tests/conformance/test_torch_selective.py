@@ -1,7 +1,7 @@
 """torch's own tests of selective checkpointing and of its module wrapper, by their names.
 
 Of test/test_autograd.py (TestSelectiveActivationCheckpoint), distributed/fsdp/test_checkpoint_wrapper.py.
-docs/trust.md has the table of all.
+docs/measured/trust.md has the table of all.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """torch's own tests of checkpointing in compiled code, by their names.
 
-Of test/dynamo/test_activation_checkpointing.py; docs/trust.md has the table of all.
+Of test/dynamo/test_activation_checkpointing.py; docs/measured/trust.md has the table of all.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """torch's own tests of torch.utils.checkpoint, by their names, over `remat.interop.checkpoint`.
 
-Of test/test_utils.py, TestCheckpoint; docs/trust.md has the table of all.
+Of test/test_utils.py, TestCheckpoint; docs/measured/trust.md has the table of all.
 """
 
 import random

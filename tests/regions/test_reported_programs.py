@@ -1,4 +1,4 @@
-"""Programs of bug reports that no other test has in their own form; docs/trust.md has the table."""
+"""Programs of bug reports that no other test has in their own form; docs/measured/trust.md has the table."""
 
 from __future__ import annotations
 

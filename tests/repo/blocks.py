@@ -5,8 +5,10 @@ it. A block with `title="Raises"` ends with an error, whose class and message ar
 it, with line breaks anywhere. Comments say the rest:
 
 - `<!-- before: CODE -->` runs and is not shown: what the page takes for granted.
+- `<!-- anew -->` begins a part of the page with names and random numbers of its own.
 - `<!-- slow -->` marks a page that takes seconds.
-- `<!-- versions: torch 2.13.0 -->` marks a page whose output is that of these versions.
+- `<!-- versions: torch 2.13.0 -->` marks a part whose output is that of these versions: with others it is
+  left out.
 
 A block titled "Needs PACKAGE" is compiled and not run where that package is missing.
 
@@ -33,6 +35,7 @@ _PART = re.compile(
     r"|^(?P<indent>[ \t]*)```(?P<info>[^\n]*)\n(?P<code>.*?)^(?P=indent)```[ \t]*$",
     re.DOTALL | re.MULTILINE,
 )
+_ANEW = "<!-- anew -->"
 _TITLE = re.compile(r'title="([^"]*)"')
 
 
@@ -91,11 +94,29 @@ def other_version(page: str) -> str | None:
     return None
 
 
+def parts(page: str) -> Iterator[tuple[int, str]]:
+    """The parts of a page that run apart, and where each begins."""
+    at = 0
+    for part in page.split(_ANEW):
+        yield at, part
+        at += len(part) + len(_ANEW)
+
+
 def results(path: Path) -> Iterator[tuple[Block, str]]:
     """Run a page's blocks; what each printed, or the error that a block titled "Raises" ended with."""
+    page = path.read_text()
+    for at, part in parts(page):
+        if not other_version(part):
+            yield from _results(path, part, at, page[:at].count("\n"))
+
+
+def _results(path: Path, part: str, at: int, lines: int) -> Iterator[tuple[Block, str]]:
     names: dict[str, object] = {"__name__": "__main__"}
     torch.manual_seed(0)
-    for block in blocks(path.read_text()):
+    for block in blocks(part):
+        block.line += lines
+        if block.span is not None:
+            block.span = block.span[0] + at, block.span[1] + at
         where = f"{path.name}:{block.line}"
         # Lines of the block count from 1, as a reader counts them.
         code = compile(block.code, "example.py", "exec")

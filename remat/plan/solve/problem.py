@@ -10,7 +10,7 @@ reads is kept or made again:
           sum size[v] s[v] <= budget           r, s in {0, 1}
 
 This is the single-replay formulation of torch's min-cut partitioner with real prices in place of its 0 / inf
-arcs. `docs/planner.md` says how views, inputs and random ops are written in it.
+arcs. `docs/measured/planner.md` says how views, inputs and random ops are written in it.
 """
 
 from __future__ import annotations
