@@ -2,7 +2,7 @@
 
     python -m benchmarks.published
 
-Prints the table of `docs/planner.md#plan-for-a-gpu-without-a-gpu` and writes `results/published.csv`. Seconds
+Prints the table of `docs/measured/planner.md` and writes `results/published.csv`. Seconds
 are processor time of the whole command, imports included: the least of three runs, since others on the
 machine only add to it.
 """
