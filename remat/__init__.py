@@ -53,7 +53,7 @@ from remat.transforms import RematError as RematError
 from remat.transforms.region import is_recomputing as is_recomputing
 
 if TYPE_CHECKING:
-    from remat import debug, gpu, interop, plan, policies, presets, schedules, transforms
+    from remat import debug, gpu, interop, losses, plan, policies, presets, schedules, transforms
     from remat import nn as nn
     from remat._fit import fit
     from remat._inspect.report import explain
@@ -79,6 +79,7 @@ __all__ = [
     "gpu",
     "interop",
     "is_recomputing",
+    "losses",
     "offload",
     "plan",
     "policies",
@@ -117,7 +118,7 @@ _LATER = {
     "explain": "remat._inspect.report",
     "fit": "remat._fit",
 }
-_ROOMS = ("debug", "gpu", "interop", "jax_names", "layers", "nn", "plan", "presets")
+_ROOMS = ("debug", "gpu", "interop", "jax_names", "layers", "losses", "nn", "plan", "presets")
 
 
 def __getattr__(name: str) -> Any:

@@ -93,9 +93,8 @@ def tiled(
     name = name_of("tiled", fn)
     if tiles is not None and peak is not None:
         raise WrongValue(f"{name}: got tiles={tiles!r} and peak={peak!r}; the number follows from a peak.")
-    if tiles is not None and (isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1):
-        raise WrongValue(f"{name}: got tiles={tiles!r}; a number of tiles is an int of at least 1.")
-    call = _Tiled(fn, name, dim, tiles, peak)
+    check_tiles(name, tiles)
+    call = Tiled(fn, name, dim, tiles, peak)
 
     def in_tiles(*args: P.args, **kwargs: P.kwargs) -> T:
         return call(args, kwargs)
@@ -103,13 +102,27 @@ def tiled(
     return named_like(fn, in_tiles)
 
 
-class _Tiled:
+def check_tiles(name: str, tiles: Any) -> None:
+    """A number of tiles as a user writes it."""
+    if tiles is not None and (isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1):
+        raise WrongValue(f"{name}: got tiles={tiles!r}; a number of tiles is an int of at least 1.")
+
+
+class Tiled:
     """What a tiled function is, and what its first call has told."""
 
-    def __init__(self, fn: Callable[..., Any], name: str, dim: Dims, tiles: int | None, peak: Any) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        dim: Dims,
+        tiles: int | None,
+        peak: Any = None,
+        checked: bool = False,
+    ) -> None:
         self.fn, self.name, self.dim, self.tiles = fn, name, dim, tiles
         self.peak = None if peak is None else bytes_of(f"{name}: peak", peak)
-        self.checked = False
+        self.checked = checked
         self.planned: dict[Any, int] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ MODULES = (
     "remat",
     *(
         f"remat.{name}"
-        for name in ("debug", "gpu", "jax_names", "nn", "plan", "policies", "presets", "schedules")
+        for name in ("debug", "gpu", "jax_names", "losses", "nn", "plan", "policies", "presets", "schedules")
     ),
     *(f"remat.interop{name}" for name in ("", ".huggingface", ".torchtitan")),
 )

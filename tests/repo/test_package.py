@@ -131,7 +131,7 @@ def test_import_brings_nothing_heavy_beyond_torch() -> None:
 def test_the_face_shows_what_is_meant_and_no_more() -> None:
     import remat
 
-    rooms = {"debug", "gpu", "interop", "plan", "policies", "presets", "schedules", "transforms"}
+    rooms = {"debug", "gpu", "interop", "losses", "plan", "policies", "presets", "schedules", "transforms"}
     assert dir(remat) == sorted([*remat.__all__, "__version__", "nn"])
     assert len(set(remat.__all__)) == len(remat.__all__)
     assert all(getattr(remat, name) is not None for name in dir(remat))
