@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.func import grad, vmap
 
 from remat import Decision, RematError, checkpoint_name, checkpoint_policy, remat
@@ -238,3 +239,41 @@ def test_a_kept_result_that_the_caller_writes_to(way, fn, policy):
         return [grad(loss)(x) if way == "grad" else torch.autograd.grad(loss(x), x)[0] for _ in range(2)]
 
     same(found(lambda fn: remat(fn, policy=policy)), found(lambda fn: fn))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_parameter_that_is_written_to_without_gradients_beside_a_transform(trained, depth):
+    """An embedding scales rows of its table down in its forward (`max_norm`)."""
+
+    def grads(region):
+        torch.manual_seed(0)
+        table, lin = nn.Embedding(5, 4, max_norm=0.5, dtype=torch.float64), nn.Linear(4, 4).double()
+        table.weight.requires_grad_(trained)
+
+        def fn(a):
+            by = torch.func.grad(lambda t: lin(t).sin().sum())(a)
+            return table(torch.arange(len(a)) % 5) * a * by
+
+        for _ in range(depth):
+            fn = region(fn)
+        found = []
+        for _ in range(2):
+            x = rand(3, 4).requires_grad_()
+            leaves = [x, lin.weight, *[table.weight][: int(trained)]]
+            found += [*torch.autograd.grad(fn(x).square().sum(), leaves), table.weight.detach().clone()]
+        return found
+
+    same(grads(remat), grads(lambda fn: fn))
+
+
+def test_a_parameter_that_is_written_to_with_gradients_beside_a_transform_is_torchs_error():
+    w = rand(3, 4).requires_grad_()
+
+    def fn(a):
+        w.mul_(2)
+        return torch.func.grad(lambda t: t.sin().sum())(a) * w
+
+    for call in (fn, remat(fn)):
+        with pytest.raises(RuntimeError):
+            call(rand(3, 4).requires_grad_())

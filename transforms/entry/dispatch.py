@@ -506,7 +506,7 @@ class FlatCall:
         around = operands
         for i in self.copied:
             operands = (*operands[:i], operands[i].clone(), *operands[i + 1 :])
-        before = [operands[i]._version for i in self.copied]
+        before = [(operands[i]._version, _history(operands[i])) for i in self.copied]
         made_inside(operands)  # for regions around, of which no torch call has told them
         captured = operands[self.count :]
         own = tuple([operands[i] for i in self.places])
@@ -545,7 +545,7 @@ class FlatCall:
                 refuse_given(self.region.name, (args, kwargs), own, out)
             stored = self._stored_first(self.known, objects, conversion)
         copies = zip(before, [operands[i] for i in self.copied], strict=True)
-        written = [(t._version != version, _graded_anywhere(t), t) for version, t in copies]
+        written = [(t._version != v, _history(t) is not node, t) for (v, node), t in copies]
         if self.taps is None and is_tensor(out) and not stored and not written:
             return self._leaving([table.get(id(out), out)], around)
         if self.family.world is not None:
@@ -611,9 +611,21 @@ class FlatCall:
 def _graded_anywhere(tensor: torch.Tensor) -> bool:
     """Whether autograd differentiates a tensor, at any level."""
     with functions_as_they_are():
-        while not tensor.requires_grad and is_wrapped(tensor):
-            tensor = unwrap_once(tensor)
-        return tensor.requires_grad
+        return _differentiated(tensor).requires_grad
+
+
+def _history(tensor: torch.Tensor) -> Any:
+    """The autograd node of a tensor, at the innermost level that differentiates it. A write that is
+    differentiated makes another."""
+    with functions_as_they_are():
+        return _differentiated(tensor).grad_fn
+
+
+def _differentiated(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as the innermost level that differentiates it has it, the bottom one if none does."""
+    while not tensor.requires_grad and is_wrapped(tensor):
+        tensor = unwrap_once(tensor)
+    return tensor
 
 
 class WatchingRefused(BaseException):

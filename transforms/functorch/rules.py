@@ -20,11 +20,13 @@ from remat.transforms.compat import (
     dual_level_known_if_any,
     functions_as_they_are,
     hooks_aside,
+    interpreter,
     is_batched,
     is_dead,
     is_wrapped,
     level_of,
     restore_vmap,
+    tangent_of,
     unwrap_batched,
     unwrap_for_grad,
     unwrap_once,
@@ -43,7 +45,6 @@ from remat.transforms.functorch.primitive import (
     merged,
     reassemble,
     rule,
-    smooth_first,
     writable,
 )
 from remat.transforms.ops import metadata, overlaps, version_of
@@ -113,7 +114,7 @@ def _on_duals(prim: Prim, duals: Any) -> tuple[list[torch.Tensor], dict[int, tor
     at = [i for i, (_, t) in enumerate(duals) if t is not None]
     if not at:
         return list(call(prim, primals)), {}
-    split: list[list[int]] = [[]]
+    split: list[list[int]] = []
     dual = _mapped(prim, lambda body: _with_tangents(body, len(primals), at, split, prim.family))
     outs = call(replace(dual, dual=True), [*primals, *[duals[i][1] for i in at]])
     plain = len(outs) - len(split[0])
@@ -132,7 +133,11 @@ def _writable(primal: torch.Tensor) -> torch.Tensor:
 
 
 def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]], family: Family) -> Body:
-    """(primals, tangents of those at `at`) -> (outs, tangents of the floating-point outs)."""
+    """(primals, tangents of those at `at`) -> (outs, tangents of those outs that have one).
+
+    Torch leaves out tangents known to be zero, by rules that differ between the passes: `split` has those of
+    the first run. What has none is given none: ops that take no tangents may follow (`out=`, sparse ones).
+    """
 
     def dual(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         primals, tangents = tensors[:count], tensors[count:]
@@ -144,15 +149,25 @@ def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]
             pairs = zip(at, before, moving, strict=True)
             if lost := [i for i, version, tensor in pairs if version_of(tensor) != version]:
                 raise Carried(lost)
-            return smooth_first(outs, split)
+            if not split:
+                split.append([i for i, t in enumerate(outs) if _moves(t)])
+            rest = [t for i, t in enumerate(outs) if i not in split[0]]
+            return tuple([outs[i] for i in split[0]]) or moving[:1], tuple(rest)
 
         with hooks_aside(), dual_level_known_if_any():
             # torch's stub gives the result two possible lengths.
             made: Any = torch.func.jvp(of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True)
         smooth, out_tangents, rest = made
-        return (*reassemble(smooth, rest, split[0]), *out_tangents)
+        some = len(split[0])
+        return (*reassemble(smooth[:some], rest, split[0]), *out_tangents[:some])
 
     return dual
+
+
+def _moves(tensor: torch.Tensor) -> bool:
+    """Whether a result has a tangent at the innermost level."""
+    level = interpreter()
+    return level is not None and level_of(tensor) == level.level() and tangent_of(tensor) is not None
 
 
 def _mapped(prim: Prim, transform: Callable[[Body], Body]) -> Prim:
