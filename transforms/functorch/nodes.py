@@ -82,8 +82,36 @@ def at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...
     if any([t.is_inference() for t in operands]):
         operands = quiet(ordinary, operands)
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
-        return BottomNode.apply(prim, *operands)
+        return _bottom_node(prim, operands)
     return _run(prim, operands)
+
+
+def _bottom_node(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    run, residuals = _recorded(prim, [i for i, t in enumerate(operands) if t.requires_grad])
+    # As in the forward of an autograd.Function; but it may push tangents itself.
+    with torch.no_grad(), forward_grad_enabled(True):
+        outs = _run(run, operands)
+    return BottomNode.apply(prim, outs, residuals, *_but_unread(prim, residuals, operands, outs))
+
+
+def _but_unread(prim: Prim, residuals: Residuals | None, operands: Tensors, outs: Tensors) -> Tensors:
+    """The operands, those apart from their graphs that no op has read.
+
+    They were found, and may be of another step (`self.last`): a backward would be led into its graph, which
+    may be freed.
+    """
+    source = residuals or prim.source
+    if source is None or source.recorded is None or all(t.is_leaf or not t.requires_grad for t in operands):
+        return operands
+    tape = source.recorded.tape
+    count = 0 if prim.pulls and prim.dual else tape.arguments  # (tangents come after cotangents there)
+    read = {tape.outside[at].root for node in tape.nodes for at in node.external}
+    leaving = {storage(t) for t in outs}
+    given = list(operands)
+    for i, (tensor, known) in enumerate(zip(operands[:count], tape.outside, strict=False)):
+        if not tensor.is_leaf and known.root not in read and storage(tensor) not in leaving:
+            given[i] = quiet(tensor.detach)
+    return tuple(given)
 
 
 @rule(GRAD)
@@ -266,12 +294,11 @@ class BottomNode(torch.autograd.Function):
     """A node of plain autograd, for regions called below functorch levels."""
 
     @staticmethod
-    def forward(ctx: Any, prim: Prim, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        run, residuals = _recorded(prim, [i for i, t in enumerate(operands) if t.requires_grad])
-        with forward_grad_enabled(True):  # off in here, and the function may push tangents itself
-            outs = _run(run, operands)
+    def forward(
+        ctx: Any, prim: Prim, outs: Tensors, residuals: Residuals | None, *operands: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         _keep(ctx, prim, operands, outs, residuals)
-        return outs
+        return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
