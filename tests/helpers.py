@@ -67,8 +67,8 @@ def forget() -> None:
     # A graph that an earlier test left alive would have its values fetched ahead in the next one's backward.
     prefetch._order.last = None
     # Calls that look alike share what was planned, and what was warned of.
-    plan_cache._KNOWN.clear()
-    plan_cache._LAYERS.clear()
+    for calls in list(plan_cache._SEEN.values()):
+        calls.paths, calls.kinds = None, []
     trusted._trusts.clear()
     plan_cache._warned.clear()
 

@@ -13,7 +13,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     record = cache.record
     monkeypatch.setattr(cache, "record", lambda fn, *a, **k: found.append(fn) or record(fn, *a, **k))
-    for table in (cache._GRAPHS, cache._LEARNED, cache._ALIKE, cache._LAYERS, cache._KNOWN, cache._warned):
+    for table in (cache._SEEN, cache._warned):
         table.clear()
     return found
 

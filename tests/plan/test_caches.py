@@ -275,12 +275,12 @@ def test_a_budget_whose_plan_went_stale_unseen_is_right_and_learns_what_ran(trac
 
 
 def test_caches_are_bounded(traced, monkeypatch):
-    monkeypatch.setattr(cache, "_GRAPHS", BoundedCache(4))
+    monkeypatch.setattr(cache, "_SEEN", BoundedCache(4))
     for size in range(1, 10):
         x = torch.ones(size, requires_grad=True)
         step(remat(lambda x: x.sin().exp(), policy=checkpoint_policy(budget=0.5)), x)
-    assert len(cache._GRAPHS) == 4
-    graph = next(iter(cache._GRAPHS.values()))
+    assert len(cache._SEEN) == 4
+    graph = next(calls.graph for calls in cache._SEEN.values() if calls.graph)
     for k in range(100):
         BudgetPolicy(budget=4096 + k)._plan(graph, torch.sin)
     assert len(graph.solved) == graph.solved.room < 100

@@ -35,7 +35,7 @@ def step(region: Any, layer: Layer) -> None:
 def test_a_call_is_not_looked_at_where_many_looked_alike(looks: list[Any]) -> None:
     layer = Layer()
     region = remat(layer, policy=checkpoint_policy(budget=0.5, cost="flops"))
-    for _ in range(trusted._ENOUGH + 1):
+    for _ in range(trusted.ENOUGH + 1):
         step(region, layer)
     known = len(looks)
     step(region, layer)
@@ -50,7 +50,7 @@ def test_a_change_unseen_from_outside_is_right_at_once_and_planned_next(
     layer = Layer()
     region = remat(layer, policy=checkpoint_policy(budget=0.5, cost="flops"))
     fresh = remat(layer, policy=checkpoint_policy(budget=0.5, cost="flops"))
-    for _ in range(trusted._ENOUGH + 2):
+    for _ in range(trusted.ENOUGH + 2):
         step(region, layer)
     layer.twice, known = True, len(looks)
     step(region, layer)
@@ -65,8 +65,8 @@ def test_a_change_unseen_from_outside_is_right_at_once_and_planned_next(
 def test_what_changes_again_and_again_is_always_looked_at(looks: list[Any]) -> None:
     layer = Layer()
     region = remat(layer, policy=checkpoint_policy(budget=0.5, cost="flops"))
-    for turn in range(4 * trusted._ENOUGH):
-        layer.twice = turn % (trusted._ENOUGH + 2) == 0
+    for turn in range(4 * trusted.ENOUGH):
+        layer.twice = turn % (trusted.ENOUGH + 2) == 0
         step(region, layer)
     known = len(looks)
     for _ in range(3):
@@ -82,7 +82,7 @@ def calls_of(step: Any) -> int:
         nonlocal count
         count += event == "call"
 
-    for _ in range(trusted._ENOUGH + 1):
+    for _ in range(trusted.ENOUGH + 1):
         step()
     sys.setprofile(note)
     try:
@@ -114,7 +114,7 @@ def test_functions_of_one_code_are_told_apart_by_what_they_close_over(looks: lis
     policy = checkpoint_policy(budget=0.5, cost="flops")
     regions = [remat(functools.partial(run, layer), policy=policy) for layer in layers]
     regions += [closed_over(layer, policy) for layer in layers]
-    for _ in range(trusted._ENOUGH + 1):
+    for _ in range(trusted.ENOUGH + 1):
         for region, layer in zip(regions, layers * 2, strict=True):
             step(region, layer)
     known = len(looks)
@@ -136,7 +136,7 @@ def test_frozen_parameters_are_planned_anew() -> None:
     layer = Layer()
     policy = checkpoint_policy(budget=0.5, cost="flops")
     region = remat(layer, policy=policy)
-    for _ in range(trusted._ENOUGH + 2):
+    for _ in range(trusted.ENOUGH + 2):
         step(region, layer)
     layer.one.requires_grad_(False)
     x = torch.randn(4, 8, requires_grad=True)

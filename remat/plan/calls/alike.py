@@ -15,11 +15,10 @@ from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph
 from remat.plan.joint import Hole, Joint, Shell, left_out, record, shell_of, tensors_given
 from remat.policies import Policy
-from remat.transforms import BoundedCache
 from remat.transforms.compat import in_transform
 
-# What calls of a kind return, by the graph of the kind.
-_SHELLS: BoundedCache[int, tuple[Graph, Shell]] = BoundedCache(256)
+# Under this a graph remembers what calls of its kind return.
+_SHELL = "what calls return"
 
 
 @dataclass
@@ -140,10 +139,10 @@ def _only_in(every: Joint, some: Joint) -> int:
 
 def _shell(graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any) -> Shell:
     """What a call of this graph returns."""
-    known = _SHELLS.recall(id(graph))
-    if known is None or known[0] is not graph:
+    known = graph.solved.recall(_SHELL)
+    if known is None:
         shell = shell_of(fn, args, kwargs, hooks=graph.joint.hooked)
-        known = graph, shell.within(graph.joint, len(tensors_given(args, kwargs)))
+        known = shell.within(graph.joint, len(tensors_given(args, kwargs)))
         if shell.parts.general:
-            _SHELLS[id(graph)] = known
-    return known[1]
+            graph.solved[_SHELL] = known
+    return known

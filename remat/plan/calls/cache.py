@@ -11,7 +11,7 @@ import torch
 from remat._core import forget_when_priced, warn_user
 from remat.plan.calls.keys import Loose, alike, alike_key, call_key
 from remat.plan.calls.looking import Reach, looked
-from remat.plan.calls.trusted import Trust, trust_nobody
+from remat.plan.calls.trusted import ENOUGH, Trust, trust_nobody
 from remat.plan.graph import Graph
 from remat.plan.joint import (
     NotOnFakes,
@@ -28,32 +28,50 @@ from remat.transforms.compat import in_transform, is_hook_refusal, is_tracing
 from remat.transforms.entry import under_hooks
 from remat.transforms.tape import Tape
 
-# A graph of a block has some hundred ops and holds no tensor, so that these are a few megabytes. Each
-# remembers what was solved on it.
-_GRAPHS: BoundedCache[Hashable, Graph] = BoundedCache(256)
-# What calls turned out to run that were seen otherwise, or could not be looked at: the newest first.
-_LEARNED: BoundedCache[Hashable, tuple[Graph, ...]] = BoundedCache(256)
-# What is known of calls, and how it is followed: what a later call that looks alike needs not ask again.
-_KNOWN: BoundedCache[Hashable, Paths] = BoundedCache(256)
-# Calls that differ in numbers alone: how many in a row ran one graph, and which. A counter in a module must
-# not have every call looked at.
-_ALIKE: BoundedCache[Hashable, tuple[int, Graph]] = BoundedCache(256)
-_ENOUGH = 3
-# Calls that differ in one number, and in whose tensors they read, as those of the layers of a model do.
-_LAYERS: BoundedCache[Hashable, list[_Kind]] = BoundedCache(256)
-# A number that counts layers is taken for that after so many of them; later ones are looked at ever less.
-_SURE = 8
-# Part of the keys of calls that have to keep the same in every run.
-_SAME = "the same in every run"
-# So many paths of one function are told apart.
-_PATHS = 8
+# So many paths of one function are told apart. A number that counts layers is taken for that after so many of
+# them; later ones are looked at ever less.
+_SEVERAL = 8
+# Parts of keys: of calls that have to keep the same in every run, of those that differ in numbers alone, and
+# of those that differ in one number and in whose tensors they read, as those of the layers of a model do.
+_SAME, _NUMBERS, _LAYERS = "the same in every run", "but for numbers", "but for one number"
+
+
+class SeenCalls:
+    """What is known of the calls with one key.
+
+    Attributes:
+        graph: what a look saw.
+        learned: what they turned out to run that were seen otherwise, or could not be looked at: the newest
+            first. None where they ran what was seen.
+        paths: both, and how they are followed: what a later call that looks alike needs not ask again.
+        alike: how many in a row ran one graph, and which. A counter in a module must not have every call
+            looked at.
+        kinds: what the layers of a model run.
+    """
+
+    __slots__ = ("alike", "graph", "kinds", "learned", "paths")
+
+    def __init__(self) -> None:
+        self.graph: Graph | None = None
+        self.learned: tuple[Graph, ...] | None = None
+        self.paths: Paths | None = None
+        self.alike: tuple[int, Graph | None] = 0, None
+        self.kinds: list[_Kind] = []
+
+
+# The one answer to "was this call seen". A graph of a block has some hundred ops and holds no tensor, so that
+# these are a few megabytes. Each graph remembers what was solved on it.
+_SEEN: BoundedCache[Hashable, SeenCalls] = BoundedCache(512)
 _warned: BoundedCache[Hashable, None] = BoundedCache(4096)
+
+
+def _calls(key: Hashable) -> SeenCalls:
+    return _SEEN.made(key, SeenCalls)
 
 
 def _forget() -> None:
     # What was solved on a graph is remembered there.
-    for table in (_GRAPHS, _LEARNED, _KNOWN, _ALIKE, _LAYERS):
-        table.clear()
+    _SEEN.clear()
     trust_nobody()
 
 
@@ -75,7 +93,7 @@ def graph_of(
 
 @dataclass
 class _Kind:
-    """Calls that look alike; `doubted` where one of them turned out to run other ops."""
+    """SeenCalls that look alike; `doubted` where one of them turned out to run other ops."""
 
     key: list[Any]
     graph: Graph
@@ -111,24 +129,25 @@ class Paths:
             return
         if self.key is None or fitting:
             return
-        _ALIKE.pop(_rough(self.key), None)
-        _KNOWN.pop(self.key, None)
+        calls = _calls(self.key)
+        _SEEN.pop(_rough(self.key), None)
+        calls.paths = None
         if is_tracing() or any(isinstance(n, torch.SymInt) for o in tape.outside for n in o.meta[0]):
             # Sizes may be symbols there, as those of jagged tensors are. It is looked at anew next time.
-            _GRAPHS.pop(self.key, None)
+            calls.graph = None
             return
-        before = _LEARNED.get(self.key, ())
-        if len(before) == _PATHS:
+        before = calls.learned or ()
+        if len(before) == _SEVERAL:
             _warn_once(
                 self.name,
-                f"{self.name} is under a budget and runs other ops at nearly every call. {_PATHS} paths of "
+                f"{self.name} is under a budget and runs other ops at nearly every call. {_SEVERAL} paths of "
                 "it have plans; what a call runs besides is recomputed. Make regions of the parts that are "
                 "always the same.",
             )
             return
         graph = Graph(learned(tape, self.held), False)
         if not any(graph.signature == known.signature for known in before):
-            _LEARNED[self.key] = (graph, *before)
+            calls.learned = (graph, *before)
 
 
 def paths_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Paths:
@@ -142,19 +161,19 @@ def paths_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     key, name = call.key, getattr(fn, "__name__", None) or type(fn).__name__
     if under_hooks():
         known = None if key is None else Key(_SAME, key)
-        if known is not None and (found := _KNOWN.get(known)) is not None:
-            return found
+        if known is not None and (calls := _SEEN.get(known)) is not None and calls.paths is not None:
+            return calls.paths
         seen = _seen(call, name, "Under saved-tensor hooks, as torch's checkpoint has, it keeps nothing.")
         found = Paths(name, None, () if seen is None else (seen,), call.held())
         if known is not None:
-            _KNOWN[known] = found
+            _calls(known).paths = found
         return found
-    if key is not None and (found := _KNOWN.get(key)) is not None:
-        return found
-    if key in _LEARNED and (known := _LEARNED.recall(key)) is not None:
+    calls = None if key is None else _SEEN.get(key)
+    if calls is not None and calls.paths is not None:
+        return calls.paths
+    if calls is not None and calls.learned is not None:
         # Of calls that were looked at that is one path more.
-        seen = _GRAPHS.recall(key)
-        graphs = known if seen is None else (*known, seen)
+        graphs = calls.learned if calls.graph is None else (*calls.learned, calls.graph)
     else:
         seen = _seen(
             call,
@@ -164,10 +183,10 @@ def paths_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         )
         graphs = () if seen is None else (seen,)
         if seen is None and key is not None:
-            _LEARNED[key] = ()
+            _calls(key).learned = ()
     found = Paths(name, key, graphs, call.held())
     if key is not None:
-        _KNOWN[key] = found
+        _calls(key).paths = found
     return found
 
 
@@ -195,29 +214,29 @@ class _Call:
 
     def graph(self) -> Graph:
         """The graph, by a look where nobody has looked."""
-        found = None if self.key is None else _GRAPHS.recall(self.key)
+        found = None if self.key is None else _calls(self.key).graph
         if found is None:
             found = self._of_kind(lambda: self._look(lambda reach, hooks: self._recorded(hooks)))
             if self.key is not None:
-                _GRAPHS[self.key] = found
+                _calls(self.key).graph = found
         return found
 
     def graph_before(self) -> Graph | None:
         """The same before the call runs: none where a look would take something out of an iterator."""
         if self.key is None:
             return self._careful()
-        if (found := _GRAPHS.recall(self.key)) is not None:
+        if (found := _calls(self.key).graph) is not None:
             return found
         rough = _rough(self.key)
-        count, alike = _ALIKE.recall(rough) or (0, None)
-        if alike is not None and count >= _ENOUGH and not under_hooks():
+        count, alike = _calls(rough).alike
+        if alike is not None and count >= ENOUGH and not under_hooks():
             return alike
         if (found := self._of_kind(self._careful)) is None:
             return None
         same = alike is not None and alike.signature == found.signature
         # What was solved on the one is solved on the other.
-        _ALIKE[rough] = count, found = (count + 1, alike) if same and alike else (1, found)
-        _GRAPHS[self.key] = found
+        _calls(rough).alike = count, found = (count + 1, alike) if same and alike else (1, found)
+        _calls(self.key).graph = found
         return found
 
     def _of_kind(self, look: Callable[[], Any]) -> Any:
@@ -225,20 +244,20 @@ class _Call:
         key = None if self.peeled is not None else alike_key(self.fn, self.args, self.kwargs)
         if key is None:
             return look()
-        kinds = _LAYERS.made(Key(*[int if type(part) is int else part for part in key]), list)
+        kinds = _calls(Key(_LAYERS, *[int if type(part) is int else part for part in key])).kinds
         for kind in kinds:
             if alike(kind.key, key):
                 kind.met += 1
                 # Where not even a number differs, two comparisons are enough.
-                counts = kind.met > _SURE and bool(kind.met & (kind.met - 1))
-                sure = kind.met > _ENOUGH if kind.key == key else counts
+                counts = kind.met > _SEVERAL and bool(kind.met & (kind.met - 1))
+                sure = kind.met > ENOUGH if kind.key == key else counts
                 if (sure and not kind.doubted) or self._runs(kind.graph):
                     return kind.graph
                 # Some number makes a difference after all: every call is looked at.
                 kind.doubted = True
         if (graph := look()) is not None:
             kinds.append(_Kind(key, graph))
-            del kinds[:-_PATHS]
+            del kinds[:-_SEVERAL]
         return graph
 
     def _runs(self, graph: Graph) -> bool:
@@ -288,7 +307,7 @@ def _peeled_key(fn: Callable[..., Any], call: Peeled) -> Hashable | None:
 
 def _rough(key: Any) -> Hashable:
     """A key without its numbers, and without what containers and objects hold."""
-    return Key(*[part for part in key.parts if type(part) not in (int, float, Loose)])
+    return Key(_NUMBERS, *[part for part in key.parts if type(part) not in (int, float, Loose)])
 
 
 def _warn_once(name: str, text: str) -> None:

@@ -28,18 +28,17 @@ _MOST = 2
 # Calls that are told apart: those of the layers of a model, where layers are arguments.
 _ROOM = 256
 # Calls that have to look alike before one is trusted.
-_ENOUGH = 3
+ENOUGH = 3
 _PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
 
 
 class Trust:
-    """The policies of one function's calls, by their looks; `alike`: what was known of how many in a row."""
+    """What is known of one function's calls, by their looks: how many in a row, what, and their policy."""
 
-    __slots__ = ("__weakref__", "alike", "bound", "surprises")
+    __slots__ = ("__weakref__", "met_before", "surprises")
 
     def __init__(self) -> None:
-        self.bound: BoundedCache[Hashable, Policy] = BoundedCache(_ROOM)
-        self.alike: BoundedCache[Hashable, tuple[int, Any]] = BoundedCache(_ROOM)
+        self.met_before: BoundedCache[Hashable, tuple[int, Any, Policy | None]] = BoundedCache(_ROOM)
         self.surprises = 0
 
     def look(self, fn: Callable[..., Any], policy: Policy, inputs: Any, signature: Any) -> Hashable | None:
@@ -56,29 +55,27 @@ class Trust:
 
     def of(self, look: Hashable) -> Any:
         """The policy of the calls before that looked like this one."""
-        return self.bound.get(look)
+        before = self.met_before.get(look)
+        return None if before is None else before[2]
 
     def met(self, look: Hashable | None, known: Any, policy: Policy) -> None:
         """A call was looked at, and bound to this policy by what is known of such calls."""
         if look is None or known is None:
             return
-        count, before = self.alike.get(look, (0, None))
-        self.alike[look] = count, _ = (count + 1 if before is known else 1), known
-        if count >= _ENOUGH:
-            self.bound[look] = policy
+        count, before, _ = self.met_before.get(look, (0, None, None))
+        count = count + 1 if before is known else 1
+        self.met_before[look] = count, known, policy if count >= ENOUGH else None
 
     def surprise(self) -> None:
         """A call was not what it looked like."""
         self.surprises += 1
-        self.bound.clear()
-        self.alike.clear()
+        self.met_before.clear()
 
 
 def trust_nobody() -> None:
     """Look at every call again: what they were bound to was made of other prices."""
     for trust in list(_trusts.values()):
-        trust.bound.clear()
-        trust.alike.clear()
+        trust.met_before.clear()
 
 
 def trust_in(anchor: Any) -> Trust:

@@ -37,7 +37,7 @@ class Graph:
         elsewhere: the storages of results that count where they are held, outside of the region.
         returned: those of them that nobody else holds any more when the region's backward begins.
         every: the graph of the same call with all its results, of which some are gone before this backward.
-        solved: what was solved on it: plans by their policies.
+        solved: what was solved on it: plans by their policies; and what calls of its kind return.
     """
 
     joint: Joint
