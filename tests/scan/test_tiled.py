@@ -254,6 +254,27 @@ def test_bad_input(make, kind, says):
     assert isinstance(raised.value, kind)
 
 
+@pytest.mark.parametrize("options", [{"tiles": 2}, {"peak": "2KiB"}])
+def test_what_a_call_has_told_of_a_module_holds_for_the_next_tiled_function(options):
+    seen: list[int] = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.numel() // 4)
+            return super().forward(x)
+
+    def looks(dim: int, x: Tensor) -> int:
+        """Calls beside those of the tiles, which the last call is one of."""
+        seen.clear()
+        tiled(module, dim=dim, **options)(x)
+        return len(seen) - x.numel() // 4 // seen[-1]
+
+    module, x = Counted(4, 4), torch.randn(8, 4)
+    assert looks(-2, x) >= 2 and looks(-2, x) == 0
+    # Tokens along another dimension are compared, too.
+    assert looks(-3, torch.randn(2, 8, 4)) > 0
+
+
 def test_no_tokens_and_no_gradients():
     assert tiled(torch.sin, tiles=2)(torch.zeros(0, 4)).shape == (0, 4)
     with torch.no_grad():
