@@ -134,6 +134,20 @@ def test_peak_is_what_lives_throughout_and_one_tile(shape):
         assert trace_memory(lambda mark: (tiled(mlp, tiles=tiles)(x), mark())[0]).kept == x.nbytes  # noqa: B023
 
 
+@pytest.mark.parametrize("shape", [(64, 16), (4, 64, 16), (2, 3, 64, 16)])
+def test_results_and_gradients_are_joined_without_a_copy(shape):
+    x, ct, ours = torch.randn(shape, requires_grad=True), torch.randn(shape), tiled(torch.sin, tiles=8)
+    size, one = x.nbytes, x.nbytes // 8
+    y = ours(x)
+    assert y.is_contiguous()
+    with torch.no_grad():
+        # Beside them the generator's state, by which it shows whether a tile drew numbers.
+        assert trace_memory(lambda mark: ours(x)).peak == size + one + torch.get_rng_state().nbytes
+    # A tile's result, its cosine, and the product of that with the cotangent.
+    found = trace_memory(lambda mark: torch.autograd.grad(y, x, ct))
+    assert found.result[0].is_contiguous() and found.peak == size + 3 * one
+
+
 @pytest.mark.slow
 def test_a_swiglu_of_8192_tokens_takes_33_mib():
     gate, up, down = (nn.Linear(*s, bias=False) for s in ((256, 1024), (256, 1024), (1024, 256)))
