@@ -1,4 +1,4 @@
-"""CPU time of regions under torch.func: 12 tiny transformer blocks (16 wide), parameters in dicts.
+"""CPU time of regions under and around torch.func: 12 tiny transformer blocks (16 wide), parameters in dicts.
 
     python -m benchmarks.functional
 
@@ -25,7 +25,7 @@ from remat.cli.measure import percentiles
 
 Params = dict[str, Tensor]
 # At most so many times no remat; policies and budgets at most 1.15 of `save_nothing`.
-LIMITS = {"torch.func.grad": 3.5, "vmap(grad)": 4.0, "jvp": 1.15, "jvp(grad)": 3.0}
+LIMITS = {"torch.func.grad": 3.5, "vmap(grad)": 4.0, "jvp": 1.15, "jvp(grad)": 3.0, "grad inside": 3.5}
 POLICIES = {
     "save_nothing": save_nothing,
     "save_matmuls": save_matmuls,
@@ -70,12 +70,13 @@ class Functional:
     def measure(self) -> dict[str, list[dict[str, float]]]:
         """By way of differentiating: the rounds of one process, CPU seconds of a step of each row."""
         torch.set_num_threads(1)
-        rows = {
-            "none": function_block,
-            **{name: remat(function_block, policy=policy) for name, policy in POLICIES.items()},
-        }
         taken = {}
         for way in ("backward", *LIMITS):
+            block = descending_block if way == "grad inside" else function_block
+            rows = {
+                "none": block,
+                **{name: remat(block, policy=policy) for name, policy in POLICIES.items()},
+            }
             steps = {name: self.step(way, one) for name, one in rows.items()}
             times(steps, self.steps)
             taken[way] = [times(steps, self.steps) for _ in range(self.rounds)]
@@ -91,7 +92,7 @@ class Functional:
                 x = one(own, x)
             return x.square().sum()
 
-        if way == "backward":
+        if way in ("backward", "grad inside"):
             leaves = [{k: v.requires_grad_() for k, v in own.items()} for own in params]
             return lambda: loss(leaves, x).backward()
         return {
@@ -100,6 +101,11 @@ class Functional:
             "jvp": lambda: jvp(loss, (params, x), (along, x)),
             "jvp(grad)": lambda: jvp(lambda p: grad(loss)(p, x), (params,), (along,)),
         }[way]
+
+
+def descending_block(params: Params, x: Tensor) -> Tensor:
+    """A step down the gradient of an energy, by torch.func: forces, implicit layers."""
+    return x - 0.1 * grad(lambda x: function_block(params, x).square().sum())(x)
 
 
 def targets(records: list[Record]) -> list[Target]:

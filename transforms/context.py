@@ -59,7 +59,6 @@ class _Active(threading.local):
     # Of the level of torch.func that a function is run again for: "own" where no level inside differentiates,
     # "inner" where one does; None in plain autograd. And whether levels around differentiate that run, too.
     leveled: tuple[str, bool] | None = None
-    again: Any = None  # of what calls have taught: how much of it a function that runs again may know
     functions: Any = None  # whether torch functions ask modes in the user's code, where the engine's ask none
     # The user's torch-function modes, where the engine has put them aside; and those of the pass for which it
     # runs a function again.

@@ -213,6 +213,7 @@ VERDICTS = {
     "all but": save_everything & ~save_unbatched,
     "torch's": from_torch_policy([aten.mm.default, aten.bmm.default]),
     "with a bias": save_ops(aten.addmm),
+    "inputs": importlib.import_module("remat.policies._selective").HostInputs(save_matmuls),
 }
 # What goes by the position of an op, or by bytes in memory, is another matter for a batch.
 BY_EXAMPLE = [name for name in VERDICTS if name not in ("rule", "where", "larger", "both")]

@@ -174,7 +174,6 @@ def held(region: Any, *args: Any) -> int:
         return live.bytes - out.untyped_storage().nbytes()
 
 
-@pytest.mark.xfail(strict=True, reason="it keeps what steps differentiate, and more than the loop")
 def test_a_policy_on_steps_that_differentiate_keeps_no_more_than_the_loop() -> None:
     start, data = (rand(16, 64) / 4).requires_grad_(), rand(32, 16, seed=1)
 

@@ -154,6 +154,8 @@ from remat.transforms.compat.generators import (
     state_of,  # the state of a generator, small within a run of small draws
 )
 from remat.transforms.compat.graph import (
+    Hooked,  # hooks of ours are there: what they raise where that is all that is asked
+    hook_saved,  # give hooks to what a node has saved without any
     is_stale,  # whether a tensor is left from an earlier step, and its graph or its vmap is gone
     listed,  # what such a slot holds: a saved tensor, or several
     saved_slots,  # where a node of a kind saves tensors

@@ -72,6 +72,36 @@ def _gone(node: Any, name: str) -> bool:
     return False
 
 
+class Hooked(Exception):
+    """Raised by hooks of ours that are asked for a value when all that is asked is whether they are there."""
+
+
+def hook_saved(node: Any, pack: Any, unpack: Any) -> None:
+    """Give hooks to the tensors that a node has saved without any. What was written to since stays as it is,
+    so that autograd says so."""
+    for name in saved_slots(type(node)):
+        slots = listed(getattr(node, name))
+        # (2.11 does not tell.)
+        if not any([getattr(slot, "unpack_hook", None) is not None for slot in slots]):
+            for slot, value in zip(slots, _unwritten(node, name), strict=False):
+                # Autograd packs no Python number, which our dispatch modes take for one.
+                if value is not None and (value.dim() or value.requires_grad or not value.is_cpu):
+                    slot.register_hooks(pack, unpack)
+
+
+def _unwritten(node: Any, name: str) -> Any:
+    try:
+        saved = name.removeprefix("_raw")
+        # (A node of an autograd.Function has no underscore there.)
+        return listed(getattr(node, saved if hasattr(type(node), saved) else saved[1:]))
+    except Hooked:
+        return ()
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return ()
+
+
 def listed(value: Any) -> Any:
     """What one such slot holds: a saved tensor, or several."""
     return value if isinstance(value, (tuple, list)) else (value,)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import (
+    Hooked,
     below_autograd,
     below_levels,
     bookkeeping_aside,
@@ -28,6 +29,7 @@ from remat.transforms.compat import (
     functions_as_they_are,
     graph_kept,
     graph_task,
+    hook_saved,
     in_transform,
     next_node,
     pop_hooks,
@@ -85,6 +87,7 @@ from remat.transforms.tape import (
     Tape,
     holders,
     holds,
+    nodes_behind,
     standing_for,
 )
 
@@ -112,6 +115,9 @@ class Frame(Packer):
         versions: of those that were written to while they were made.
         whole: whether all that autograd saves is held.
         early: saved values of a function that differentiates, by their handles, while it runs.
+        late: what autograd has saved inside of transforms of torch.func, which refuse hooks, by its handles;
+            None where there was no transform.
+        owner: the node that has saved what is packed, where it is not the last one.
         recorded: the first pass that was recorded and holds handles of values; None while there is none.
         plain: whether it serves plain autograd.
     """
@@ -122,6 +128,8 @@ class Frame(Packer):
     later: Any = frozenset()
     whole = False
     early: Any = None
+    late: Any = None
+    owner: int | None = None
     recorded: int | None = None
     plain = True
 
@@ -182,6 +190,8 @@ class Frame(Packer):
         try:
             with watching, memory_watch, recorder:
                 out = run_innermost(region.function, select is not None, args, kwargs)
+                if self.late is not None:
+                    self.hook_late(pack, out)
         except BaseException as error:
             self.break_off(recorder, error)
             raise
@@ -195,7 +205,7 @@ class Frame(Packer):
         except BaseException:
             drop(self)
             raise
-        self.recorder = None
+        self.recorder = self.late = None
         if self.rerun is None:
             inputs.random = None
         if recorder.selector:
@@ -251,7 +261,9 @@ class Frame(Packer):
             recorder.meet(tensor)
             return Wrapper(tensor, self.pack)
         # What a region inside this one keeps is no node's of this one.
-        owner = None if self.inner else next_node() - 1 - self.start
+        owner = self.owner
+        if owner is None and not self.inner:
+            owner = next_node() - 1 - self.start
         handle = Handle(len(self.handles))
         self.handles.append(weakref.ref(handle))
         number = recorder.pack(tensor, owner)
@@ -264,6 +276,8 @@ class Frame(Packer):
                 self.early = weakref.WeakKeyDictionary()
             # (With a history it would hold the node that holds the handle.)
             self.early[handle] = quiet(tensor.detach)
+        if self.owner is not None:
+            self.late[handle] = tensor
         if self.residuals is not None and not self.residuals.add(handle, tensor):
             self.residuals = None
         return handle
@@ -279,6 +293,29 @@ class Frame(Packer):
             return at
         self.handles += [None] * (at - len(self.handles))
         return self.pack(tensor)
+
+    def hook_late(self, pack: Any, out: Any) -> None:
+        """Hook what autograd has saved inside of transforms of torch.func, which refuse hooks."""
+        recorder: Any = self.recorder
+        elsewhere = self.elsewhere()
+        start = -1 if elsewhere and not recorder.snapshots else self.start
+        ends = map(node_of, recorder.outside) if elsewhere else ()
+        for node in nodes_behind(list(map(node_of, self.differentiated(out))), start, ends):
+            self.owner = node._sequence_nr() - self.start
+            hook_saved(node, pack, self.unpack)
+        self.owner = None
+
+    def elsewhere(self) -> bool:
+        """Whether nodes of a backward inside may have been made, and numbered, by a device's own thread."""
+        assert self.recorder is not None
+        return any([t.device.type != "cpu" for t in self.recorder.outside])
+
+    def hold_late(self) -> None:
+        """Hold what autograd has saved inside of transforms as it is."""
+        for handle, tensor in self.late.items():
+            handle.value = Held(tensor, self.region.name, users(self.inputs.hooks))
+        first = min([handle.at for handle in self.late])
+        del self.tape.packed[first:], self.tape.owners[first:]
 
     def lesson(self) -> CachedTrace | None:
         """What this forward tells of the next call with the same signature, None if nothing."""
@@ -369,6 +406,8 @@ class Frame(Packer):
         else:
             at, value = handle.at, handle.value
         if self.recorder is not None:
+            if self.owner is not None:
+                raise Hooked
             return early_value(self, at, self.recorder)
         if value is not None:
             return value.get()

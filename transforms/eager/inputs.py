@@ -16,7 +16,7 @@ from remat.transforms.intermediates import again, current, marks
 from remat.transforms.objects import plain_of
 from remat.transforms.ops import lies
 from remat.transforms.pytree import flatten, split, unflatten
-from remat.transforms.region import Region, lessons
+from remat.transforms.region import Region
 from remat.transforms.sharded import PLAIN, Wrapper, local_tensors, wraps
 from remat.transforms.state import Ambient, RandomState, device_kinds, under_levels
 
@@ -33,7 +33,6 @@ class Inputs:
         wrappers: how arguments that are wrappers are put together from local tensors.
         leaves, arguments, spec: the other leaves, the places of the tensors among them, and the structure.
         hooks: the saved-tensor hooks around the region.
-        lessons: how much earlier calls had taught.
         random, bindings, swap, originals: generators, modules, captured tensors and arguments as the function
             found them; only where the function runs again.
     """
@@ -57,7 +56,7 @@ class Inputs:
         if self.wrappers:
             self.local_at = [at for at, t in enumerate(self.tensors) for _ in local_tensors([t])]
             self.local = list(local_tensors(self.tensors))
-        self.hooks, self.lessons = top_hooks(), lessons[0]
+        self.hooks = top_hooks()
         self.kinds = device_kinds(self.tensors)
         self.ambient = Ambient(self.kinds)
         self.levels = active.seen is not None and under_levels()

@@ -220,6 +220,12 @@ class LevelFrame(Frame):
             super().break_off(recorder, error)
 
     def end(self, known: Any, recorder: Recorder, out: Any) -> None:
+        bottoms = self._see(out)
+        with below_levels():
+            super().end(known, recorder, bottoms)
+
+    def _see(self, out: Any) -> list[torch.Tensor]:
+        """Note the results as the level sees them; what lies below all levels."""
         results, forward = split(flatten(out)[0])[0], self.inputs.forward
         if forward:
             parts = [quiet(parts_of, t, forward) for t in results]
@@ -231,8 +237,15 @@ class LevelFrame(Frame):
             bottoms = [wrappers_of(t)[0] for t in results]
         level = self.inputs.level
         self.ends = [t if level_of(t) <= level else at_level(t, level) for t in results]
-        with below_levels():
-            super().end(known, recorder, bottoms)
+        return bottoms
+
+    def hook_late(self, pack: Any, out: Any) -> None:
+        if self.elsewhere():
+            # Whose nodes these are is not known here; later calls take the primitive.
+            self.region.cache.unframed = True
+        else:
+            self._see(out)
+            super().hook_late(pack, out)
 
     def differentiated(self, out: Any) -> list[torch.Tensor]:
         return [t for t in self.ends if node_of(t) is not None]

@@ -14,12 +14,12 @@ import torch
 
 from remat.transforms.closure import Bindings, reached, standing_in
 from remat.transforms.compat import pop_hooks, set_grad_enabled, unseen
-from remat.transforms.context import quiet, run_innermost, scoped
+from remat.transforms.context import quiet, run_innermost
 from remat.transforms.eager.saved import hook
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import Operands, memory_of, storage
 from remat.transforms.pytree import flatten
-from remat.transforms.region import Again, recomputing
+from remat.transforms.region import recomputing
 from remat.transforms.state import Called, Print, alike, drawing_again, prints_of, same_numbers
 from remat.transforms.tape import (
     Needs,
@@ -92,7 +92,6 @@ class Rerun:
         self.lent = {storage(tensor) for tensor, _ in again}
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(scoped(again=Again(inputs.lessons)))
                 unheld = frame.region.name if frame.tape.loose else None
                 stack.enter_context(drawing_again(inputs.random, frame.random.values(), unheld))
                 stack.enter_context(data_again([known[:2] for known in frame.replaced]))

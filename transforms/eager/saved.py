@@ -321,11 +321,10 @@ _standing = [False]  # whether a region has run in this process
 def _uses_func(pair: Hooks) -> None:
     """A transform of torch.func begins in the region with these hooks, which are off meanwhile.
 
-    Autograd holds what it saves there. Later calls of the region take the primitive, which knows levels.
+    What autograd saves there is hooked when the function is through.
     """
     if belongs_to_region(pair[0]):
-        frame: Any = pair[0].__self__  # type: ignore[attr-defined]
-        frame.inputs.region.cache.saw_func()
+        pair[0].__self__.late = {}  # type: ignore[attr-defined]
 
 
 def hook(pair: Hooks) -> None:

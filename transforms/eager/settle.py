@@ -51,11 +51,10 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     recorder.tell_saved()
     frame.freed = recorder.freed()
     frame.raw, frame.replaced = recorder.raw_writes(), but_unmet(recorder)
-    frame.dead = frozenset([i for i in range(len(tape.packed)) if not frame.is_held(i)])
-    frame.hollow = read_for_shape(tape, outs, frame.start) - frame.dead
-    frame.direct = steady(tape.direct(), recorder)
-    wanted = computed(frame)
-    needs = Needs(tape, tape.sources_of(wanted), recorder.kept)
+    wanted, needs = _needed(frame, recorder, outs)
+    if needs.whole and frame.late:
+        frame.hold_late()  # a second run of the function is told of no more than the first
+        wanted, needs = _needed(frame, recorder, outs)
     held = {at for i, at in frame.direct.items() if i not in frame.dead and i not in frame.hollow}
     if (needs.whole or frame.whole) and frame.hold_whole():
         frame.residuals = None
@@ -86,6 +85,15 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
             frame.take(recorder, held)
     if active.listeners:
         report_frame(frame, recorder)
+
+
+def _needed(frame: Any, recorder: Recorder, outs: list[torch.Tensor]) -> tuple[list[int], Needs]:
+    tape = frame.tape
+    frame.dead = frozenset([i for i in range(len(tape.packed)) if not frame.is_held(i)])
+    frame.hollow = read_for_shape(tape, outs, frame.start) - frame.dead
+    frame.direct = steady(tape.direct(), recorder)
+    wanted = computed(frame)
+    return wanted, Needs(tape, tape.sources_of(wanted), recorder.kept)
 
 
 def _note_tables(recorder: Recorder) -> None:
@@ -133,7 +141,7 @@ def broken_off(frame: Any, recorder: Recorder, error: BaseException) -> None:
 def drop(frame: Any) -> None:
     """Hold nothing, as the forward was broken off: what is not settled leads back to the frame through the
     graph, and nothing would free it."""
-    frame.recorder = frame.residuals = frame.program = frame.rerun = frame.store = None
+    frame.recorder = frame.late = frame.residuals = frame.program = frame.rerun = frame.store = None
     frame.kept, frame.held, frame.spare, frame.random, frame.snapshots = {}, {}, {}, {}, {}
     frame.direct, frame.raw, frame.replaced, frame.freed = {}, [], (), {}
 

@@ -157,9 +157,7 @@ def run(
         if level == NOTHING_REVERSED:
             return _run_forward(region, args, kwargs, bind)
         cache = region.cache
-        unframed = (
-            cache.unframed or cache.uses_func or cache.differentiates or cache.copied or cache.by_levels
-        )
+        unframed = cache.unframed or cache.differentiates or cache.copied or cache.by_levels
         traced = active.sessions or (modes_active() and is_tracing())
         if level is not None and not unframed and not traced:
             if function_modes():
@@ -172,7 +170,7 @@ def run(
     # AOTAutograd without Dynamo calls no hooks. A region around, below levels, sees what is saved, and its
     # pull-back, perhaps at a level, must have the same nodes.
     unhooked = hooks_disabled() is not None or (modes_active() and is_tracing())
-    if unhooked or (active.stack and watched()) or (region.cache.uses_func and region.cache.knew_func()):
+    if unhooked or (active.stack and watched()):
         return _run_primitive(region if bind is None else bind(), args, kwargs)
     if function_modes():
         with past_function_modes():
@@ -599,7 +597,7 @@ class FlatCall:
         except RuntimeError as error:
             if not is_hook_refusal(error):
                 raise
-            cache.saw_func()
+            cache.uses_func = True
         finally:
             pop_hooks()
             if message is not None:

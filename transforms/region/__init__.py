@@ -10,10 +10,8 @@ from remat.transforms.context import (
     selecting,  # whether the innermost region around here has a policy
 )
 from remat.transforms.region.cache import (
-    Again,  # what a function that runs again may know of what calls have taught
     CachedTrace,  # a settled forward that later ones are held against
     forget_all,  # drop every cached trace
-    lessons,  # how many regions were seen to use torch.func so far, in a list
 )
 from remat.transforms.region.region import (
     Region,  # a function to be rematerialized, with everything that does not depend on the arguments

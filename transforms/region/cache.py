@@ -14,14 +14,11 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 from remat.transforms.caches import BoundedCache
-from remat.transforms.context import active
 from remat.transforms.pytree import constants_alike
 from remat.transforms.tape import Ends, Node, Program, Tape
 
 # How many signatures of calls, or policies, are told apart; what was used least recently goes first.
 _MOST = 32
-# How many regions were seen to use torch.func so far, in a list.
-lessons = [0]
 _caches: weakref.WeakKeyDictionary[Any, TraceCache] = weakref.WeakKeyDictionary()
 
 
@@ -108,8 +105,7 @@ class TraceCache:
     """What is known of one function.
 
     Attributes:
-        uses_func: the number of the lesson that it uses torch.func inside, 0 if it was not seen to. Then it
-            cannot run under saved-tensor hooks.
+        uses_func: whether it was seen to use torch.func inside, under levels of torch.func.
         differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
         by_levels: whether plain autograd was seen to refuse it, so that torch.func differentiates it, whose
             decompositions know more derivatives.
@@ -130,22 +126,9 @@ class TraceCache:
     def __init__(self) -> None:
         self.by_policy: BoundedCache[Hashable, Traces] = BoundedCache(_MOST)
         self.differentiates = self.by_levels = self.hides_leaves = self.unframed = self.apart = False
-        self.uses_func, self.copied, self.writes_operands = 0, frozenset[int](), False
+        self.copied, self.uses_func, self.writes_operands = frozenset[int](), False, False
         self.lasting = LastingTraces()
         self.agreed: dict[Hashable, set[str]] = {}
-
-    def saw_func(self) -> None:
-        """It uses torch.func."""
-        if active.again is not None:
-            active.again.seen.add(self)
-        if not self.uses_func:
-            lessons[0] += 1
-            self.uses_func = lessons[0]
-
-    def knew_func(self) -> bool:
-        """Whether the code that runs here may know that, in its forward or in a second run of it."""
-        again = active.again
-        return again is None or self.uses_func <= again.lessons or self in again.seen
 
     def under(self, policy: Hashable) -> Traces:
         """Traces by the signatures of calls, under the policies with this key."""
@@ -190,15 +173,6 @@ class LastingTraces:
     def clear(self) -> None:
         """Drop every trace."""
         self._found.clear()
-
-
-class Again:
-    """What a function that runs again may know: the lessons before its forward, and those of this run."""
-
-    __slots__ = ("lessons", "seen")
-
-    def __init__(self, lessons: int) -> None:
-        self.lessons, self.seen = lessons, set[TraceCache]()
 
 
 def cache_of(anchor: Any) -> TraceCache:

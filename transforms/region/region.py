@@ -135,7 +135,7 @@ class Region:
             traces.pop(signature, None)
             return
         traces[signature] = trace
-        if self.kind is not None and not (cache.uses_func or cache.differentiates or cache.apart):
+        if self.kind is not None and not (cache.differentiates or cache.apart):
             of_kinds[self.kind, signature] = trace
 
     def was_run(self, signature: Hashable) -> bool:

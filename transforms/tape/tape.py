@@ -316,18 +316,15 @@ def _opaque(node: Any) -> bool:
     return type(node).__name__ == "CppFunction"
 
 
-def nodes_behind(roots: list[Any], start: int) -> Iterator[Any]:
-    """The nodes behind `roots`, those included, with numbers from `start` on."""
-    seen: set[int] = set()
+def nodes_behind(roots: list[Any], start: int, ends: Iterable[Any] = ()) -> Iterator[Any]:
+    """The nodes behind `roots`, those included, with numbers from `start` on, up to `ends`."""
+    seen: set[Any] = {None, *ends}
     while roots:
         node = roots.pop()
-        if node is None:
-            continue
-        number = node._sequence_nr()
         # Nodes that accumulate into leaves have the largest number there is.
-        if number < start or number in seen:
+        if node in seen or node._sequence_nr() < start:
             continue
-        seen.add(number)
+        seen.add(node)
         yield node
         roots.extend([following for following, _ in node.next_functions])
 
