@@ -284,8 +284,8 @@ def test_a_result_of_an_earlier_step_that_no_region_reads(form, recorded):
             for seed in range(3):
                 x = rand(2, 3, seed=seed).requires_grad_()
                 out = form(model, x * 1, wrap)
-                model.last = (x * 2).exp() * out
-                losses.append((out.square().sum() + model.last.sin().sum(), x))
+                model.last = last = (x * 2).exp() * out
+                losses.append((out.square().sum() + last.sin().sum(), x))
             for loss, x in losses:
                 first = torch.autograd.grad(loss, [x, model.w], create_graph=recorded)
                 found += first
