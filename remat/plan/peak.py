@@ -258,6 +258,14 @@ def written_over(joint: Joint, op: Op) -> int:
     return so_far.storage if adds else -1
 
 
+def sums_gradients(joint: Joint, op: Op) -> bool:
+    """Whether autograd adds a part of a gradient, which a node has made, to the parts that others have."""
+    if op.forward or op.target is not _ADD or len(op.reads) != 2:
+        return False
+    makers = [joint.values[v].producer for v in op.reads]
+    return any(at < 0 or joint.ops[at].node != op.node for at in makers)
+
+
 def _is_view(joint: Joint, maker: int) -> bool:
     """Whether what an op makes is a view, which leads to its base."""
     op = joint.ops[maker].target if maker >= 0 else None

@@ -7,6 +7,7 @@ flat one. Bytes are those over what lives before the step, as in `peak`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -19,8 +20,8 @@ from remat._inspect import looked_at
 from remat.plan.calls import Met, RanRegions, Regions, looked
 from remat.plan.chain import Choice, Measure, Stage
 from remat.plan.graph import CostModel, Graph, workspace
-from remat.plan.joint import Hole, Joint, planned_for, record, record_run
-from remat.plan.peak import gradients_left, held_throughout, node_ends, written_over
+from remat.plan.joint import Hole, Joint, Op, planned_for, record, record_run
+from remat.plan.peak import gradients_left, held_throughout, node_ends, sums_gradients, written_over
 from remat.policies import Policy
 from remat.transforms import RematError
 
@@ -55,6 +56,7 @@ class WholeStep:
         accumulating: whether gradients are added to buffers that live before.
         shards: devices that share weights and gradients. A region's weights are whole while it runs, and
             those of the next one; those outside of regions always are.
+        beside: regions that read the gradients of their results after these went into a sum, which is new.
         ran: whether it ran with data. Then other calls may run other ops: plans by position are no choice.
     """
 
@@ -66,6 +68,7 @@ class WholeStep:
     traced: int = 0
     accumulating: bool = False
     shards: int = 1
+    beside: frozenset[int] = frozenset()
     ran: bool = False
 
     @cached_property
@@ -119,7 +122,7 @@ class WholeStep:
             "accumulating": before > 0 or (self.accumulating and not after),
             "anew": before == 1,
             # A residual connection holds the gradient of the result as well: it counts outside.
-            "last": bool(beyond) and all(beyond),
+            "last": bool(beyond) and all(beyond) and at not in self.beside,
         }
 
     def stages(self, model: CostModel, more: Callable[[Measure], Sequence[Choice]]) -> list[Stage]:
@@ -305,9 +308,10 @@ def _whole(found: Sequence[Met], outside: Joint, traced: int, accumulating: bool
         # A sum hands the same gradient to all that it is of.
         begun = [outside.values[v].storage for v in hole.cotangents]
         same = tuple(map(begun.index, begun))
-        if not any(free) and not given and len(set(begun)) == len(begun):
+        added = _added(outside, hole, met.joint)
+        if not any(free) and not given and not added and len(set(begun)) == len(begun):
             return met
-        key = id(met), free, given, back, same
+        key = id(met), free, given, back, same, added
         if key not in made:
             made[key] = met.solved.made(("freed", *key[1:]), lambda: _freed(met, *key[1:]))
         return made[key]
@@ -321,6 +325,7 @@ def _whole(found: Sequence[Met], outside: Joint, traced: int, accumulating: bool
         traced=traced,
         accumulating=accumulating,
         shards=shards,
+        beside=frozenset([at for at, met in enumerate(found) if _beside(outside, outside.holes[at], met)]),
     )
 
 
@@ -359,25 +364,94 @@ def _origin(outside: Joint, shared: frozenset[int], operand: int) -> str | None:
     return "leaf" if value.producer < 0 and operand in outside.differentiated else "elsewhere"
 
 
+def _at_once(outside: Joint, hole: Hole) -> list[Op]:
+    """What stands for the backward of a region, and the sums with the gradients that it makes."""
+    ops = outside.ops[hole.backward :] if hole.backward >= 0 else ()
+    nodes = {op.node for op in ops[:1]}
+    return list(itertools.takewhile(lambda op: op.node in nodes, ops))
+
+
+def _sums(outside: Joint, hole: Hole) -> set[int]:
+    """The storages of sums, to each of which others have made a part when the region's backward begins."""
+    sums = [op for op in _at_once(outside, hole) if sums_gradients(outside, op)]
+    read = [{outside.values[v].storage for v in op.reads} for op in sums]
+    return {s for places in read if min(outside.owner[s] for s in places) < hole.backward for s in places}
+
+
+def _added(outside: Joint, hole: Hole, region: Joint) -> frozenset[int]:
+    """The arguments of a region of whose gradients others have made a part."""
+    made = [op.outputs[0] for op in _at_once(outside, hole) if op.target is _STANDS[0]]
+    wanted = [k for k in region.differentiated if k < len(hole.operands)]
+    if len(made) != len(wanted):
+        return frozenset()
+    sums = _sums(outside, hole)
+    return frozenset([k for k, v in zip(wanted, made, strict=True) if outside.values[v].storage in sums])
+
+
+def _parts(joint: Joint, added: Set[int]) -> tuple[list[int], list[int]]:
+    """The positions of the sums that make the gradients of these arguments, and of what makes their parts."""
+    todo = [g for g, k in zip(joint.gradients, joint.differentiated, strict=True) if k in added]
+    sums, parts = list[int](), list[int]()
+    while todo:
+        at = joint.values[todo.pop()].producer
+        if at >= 0 and sums_gradients(joint, joint.ops[at]):
+            sums.append(at)
+            todo += joint.ops[at].reads
+        else:
+            parts.append(at)
+    return sums, parts
+
+
+def _beside(outside: Joint, hole: Hole, met: Met) -> bool:
+    """Whether a region reads the gradients of its results when a part of its own was added to these."""
+    joint, mine = met.graph.joint, {outside.values[v].storage for v in hole.cotangents}
+    parts = _parts(joint, _added(outside, hole, joint))[1]
+    if not parts or mine.isdisjoint(_sums(outside, hole)):
+        return False
+    begun = {v.storage for v in joint.values if v.origin == "tangent"}
+    reads = [{joint.values[v].storage for v in op.reads} for op in joint.ops]
+    read = max(at for at, places in enumerate(reads) if places & begun)
+    first = min(parts)
+    return first < 0 or (read > first and joint.ops[read].node != joint.ops[first].node)
+
+
+def _without_sums(joint: Joint, added: Set[int]) -> Joint:
+    """The graph where each part of the gradients of these arguments goes into a sum of others at once."""
+    ops, ends = list(joint.ops), list(joint.ends)
+    for at in _parts(joint, added)[0]:
+        for s in {joint.values[v].storage for v in ops[at].reads}.intersection(range(len(ends))):
+            ends[s] = -1
+        ops[at] = replace(ops[at], reads=(), outputs=())
+    pairs = zip(joint.gradients, joint.differentiated, strict=True)
+    left = [(g, k) for g, k in pairs if k not in added]
+    gradients, differentiated = tuple([g for g, _ in left]), tuple([k for _, k in left])
+    return replace(
+        joint, ops=tuple(ops), ends=tuple(ends), gradients=gradients, differentiated=differentiated
+    )
+
+
 def _freed(
     graph: Graph,
     free: Sequence[str | None],
     given: frozenset[int],
     returned: frozenset[int],
     same: Sequence[int],
+    added: frozenset[int],
 ) -> Graph:
     """The same region, some of whose arguments, their gradients and some of whose results others hold.
 
-    `same`: for each gradient of a result the first one that is the same tensor.
+    `same`: for each gradient of a result the first one that is the same tensor. `added`: see `_added`.
     """
     values = list(graph.joint.values)
     begun = [k for k, value in enumerate(values) if value.origin == "tangent"]
-    for k, first in zip(begun, same, strict=False):
-        values[k] = replace(values[k], storage=values[begun[first]].storage)
+    # Views of a gradient lie in its memory.
+    one = {values[k].storage: values[begun[first]].storage for k, first in zip(begun, same, strict=False)}
+    values = [replace(v, storage=one[v.storage]) if v.storage in one else v for v in values]
     for k, origin in enumerate(free):
         if origin is not None:
             values[k] = replace(values[k], origin=origin)
-    return Graph(replace(graph.joint, values=tuple(values)), graph.alone, given, returned, graph.every)
+    joint = replace(_without_sums(graph.joint, added), values=tuple(values))
+    return Graph(joint, graph.alone, given, returned, graph.every)
 
 
 # The ops of a backward that was left out.

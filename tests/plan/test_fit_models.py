@@ -652,7 +652,7 @@ KINDS = {
     "locals": (Locals, 0.001),
     "moved": (lambda: Row(MovedBlock), 0.001),
     "loops": (lambda: Row(LoopBlock), 0.001),
-    "twice": (Twice, 0.05),  # planned 4 % above: gradients of two calls are added up before either has ended
+    "twice": (Twice, 0.001),
     "lengths": (Lengths, 0.001),
     "shared": (Shared, 0.001),
     "results": (lambda: Results(Attention), 0.001),
@@ -682,10 +682,9 @@ KINDS = {
     "logged states": (lambda: Logged(Remembering), 0.001),
     "numbers of states": (lambda: Metric(Remembering), 0.001),
     "views": (lambda: Views(Viewing), 0.001),
-    # 4 above: the first part of an argument's gradient is added to that of a residual connection at once
     "rectified": (lambda: Row(Rectified), 0.001),
-    "softmaxed": (lambda: First(Softmaxed), 0.05),
-    "summed": (lambda: AddingBoth(Summed), 0.05),
+    "softmaxed": (lambda: First(Softmaxed), 0.001),
+    "summed": (lambda: AddingBoth(Summed), 0.001),
     "scaled": (lambda: Row(Scaled), 0.001),
     "rearranged": (lambda: HandingOn(Rearranged), 0.001),
 }
