@@ -10,6 +10,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from remat._blocks import regions
 from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat._region import name_of_region
 from remat.plan.calls import looked
@@ -152,7 +155,7 @@ def pareto(
 
     Raises:
         RematError: the function cannot be traced without data, or is to be measured without; nothing in it is
-            differentiated.
+            differentiated, or all that it keeps is kept by regions that it has already.
 
     Example:
         >>> import torch
@@ -165,6 +168,12 @@ def pareto(
     graph = looked(lambda _, hooks: Graph(record(fn, args, given, hooks=hooks)), fn, args, given)
     name = name_of_region(fn)
     graph.check_differentiated(name)
+    if not graph.kept_by_default and isinstance(fn, torch.nn.Module) and (names := regions(fn)):
+        raise RematError(
+            f"Nothing to plan in {name}: {len(names)} of its modules are regions already ({names[0]}, ...), "
+            "and nothing else in it is kept. Write remat.remove(model) before pareto, or "
+            "remat.fit(model, ..., peak=...), which plans blocks anew."
+        )
     problem = graph.problem(model)
     corners = hull(problem)
     if not corners:

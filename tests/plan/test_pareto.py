@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
+import remat
 from benchmarks.planner.compiled import compiled_problem
+from remat import RematError
 from remat.plan import Plan, pareto
 from tests.helpers import crossed
 from tests.inside import main
@@ -100,3 +102,11 @@ def test_plan_command_draws_the_frontier(tmp_path, capsys):
 def test_plan_command_errors(args, message, capsys):
     assert main(["plan", *args]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_of_regions_alone_is_told():
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+    remat.apply(model, layers="*")
+    with pytest.raises(RematError, match=r"regions already \(0, .*remat\.remove\(model\).*remat\.fit"):
+        pareto(model, torch.ones(2, 8))
+    assert pareto(remat.remove(model), torch.ones(2, 8), points=2, torch_solvers=()).default_bytes > 0
