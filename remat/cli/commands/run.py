@@ -49,7 +49,8 @@ class Run:
         try:
             from transformers import trainer, trainer_callback
         except ImportError as missing:
-            raise UsageError("remat run needs transformers: pip install 'remat[hf]'") from missing
+            needed = "pip install 'remat[hf]' accelerate"
+            raise UsageError(f"remat run needs transformers' Trainer: {needed}. ({missing})") from missing
         policy, done = parse(self.policy), []
         layers, callbacks = self.layers, cast("list[Any]", trainer.DEFAULT_CALLBACKS)
 
