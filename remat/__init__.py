@@ -20,6 +20,7 @@ from remat._inspect import saved_residuals as saved_residuals
 from remat._intermediates import capture as capture
 from remat._intermediates import capture_grads as capture_grads
 from remat._names import checkpoint_name as checkpoint_name
+from remat._scan import associative_scan_remat as associative_scan_remat
 from remat._scan import scan_layers as scan_layers
 from remat._scan import scan_remat as scan_remat
 from remat._scan import stack_params as stack_params
@@ -68,6 +69,7 @@ __all__ = [
     "RematError",
     "UnmatchedName",
     "apply",
+    "associative_scan_remat",
     "capture",
     "capture_grads",
     "checkpoint",

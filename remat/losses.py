@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from remat._scan import Tiled, check_tiles
-from remat.transforms import WrongType, WrongValue, is_tensor, recordings
+from remat.transforms import WrongType, WrongValue, is_tensor, recordings, wraps
 from remat.transforms.compat import (
     forward_ad_active,
     graph_kept,
@@ -111,6 +111,8 @@ def _check_shapes(hidden: Any, weight: Any, targets: Any, bias: Any) -> None:
 def _plain(operands: Sequence[torch.Tensor]) -> bool:
     """Whether plain autograd alone will differentiate, and nothing runs the loss again."""
     if torch.compiler.is_compiling() or in_transform() or traced_as_it_runs() or recordings():
+        return False
+    if any(map(wraps, operands)):  # by placements, which products into given memory do not have
         return False
     graded = torch.is_grad_enabled() and any([t.requires_grad for t in operands])
     return graded and not forward_ad_active(operands)

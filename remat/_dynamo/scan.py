@@ -52,6 +52,7 @@ def call_scan(
     on_step: Any,
     policy: Policy = save_nothing,
     joined: int | None = None,
+    unroll: int | None = None,
 ) -> Any:
     """`scan_remat` while Dynamo traces, of what it has checked."""
     if sessions():
@@ -84,7 +85,7 @@ def call_scan(
         return list(operands), ends, map_leaves(lambda leaf: _repeated(leaf, n), y)
 
     where = paths(init)
-    facts = (name, tuple([where[i] for i in at]), len(stacks), reverse, offload, joined)
+    facts = (name, tuple([where[i] for i in at]), len(stacks), reverse, offload, joined, unroll)
     # Operands of their own: one tensor may be carry, row and captured at once.
     own = [t.view_as(t) for t in (*tensors, *stacks)]
     plan = describe(checkpoints), None if policy == save_nothing else region_describe(policy)
@@ -151,7 +152,7 @@ def enter(facts: tuple[Any, ...], n: int | None, plan: Any, graph: Any) -> Calla
 
 
 def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> Any:
-    name, where, rows, reverse, offload, joined = facts
+    name, where, rows, reverse, offload, joined, unroll = facts
     schedule = rebuild(plan[0])
     policy = forced.traced
     if policy is None:
@@ -166,7 +167,7 @@ def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> An
     _, carry, xs = body.split(operands)
     n = int(xs[0].shape[0]) if n is None else n
     options = (as_schedule(schedule), reverse, policy, offload)
-    spec = ScanSpec(name, n, structure_of(carry), structure_of(xs), *options, joined=joined)
+    spec = ScanSpec(name, n, structure_of(carry), structure_of(xs), *options, joined=joined, unroll=unroll)
     selector = None
     if policy != save_nothing:
         selector = functools.partial(
@@ -191,7 +192,7 @@ def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole) -> 
     spec = whole.spec
     code = getattr(body, "__code__", None) or type(body).__call__.__code__
     shapes = tuple([(t.shape, t.dtype, t.device) for t in (*whole.carry, *(x[:1] for x in whole.xs))])
-    key = spec.compile, spec.name, shapes, spec.policy if spec.policy != save_nothing else None
+    key = spec.compile, spec.unroll, spec.name, shapes, spec.policy if spec.policy != save_nothing else None
     entries = _entries.setdefault(code, BoundedCache(64))
     if key not in entries:
         entries[key] = torch.compile(

@@ -1,5 +1,6 @@
 """Scans, loops of unknown length, and stacked layers."""
 
+from remat._scan.associative import associative_scan_remat  # all prefixes under an associative function
 from remat._scan.scan import (
     scan_remat,  # fold `body` over the leading axis of `xs`, keeping few carries for the backward
 )

@@ -83,6 +83,7 @@ def scan_remat(
     offload: bool = False,
     compile: bool | str = False,
     on_step: Callable[[str, int], None] | None = None,
+    unroll: int | None = None,
 ) -> tuple[C, Any]:
     """Fold `body` over the leading axis of `xs`, keeping few carries for the backward.
 
@@ -107,6 +108,8 @@ def scan_remat(
         offload: kept carries lie in host memory between forward and backward.
         compile: compile blocks of steps and their pull-back with `torch.compile`. A string names a backend.
             The length makes no difference. Under `torch.func` steps run uncompiled.
+        unroll: how many steps a compiled block has, here and in `torch.compile`; by default 8 small ones or a
+            large one. Steps that run as they are are not grouped.
         on_step: called with ("forward" | "advance" | "reverse", step) after each evaluation.
 
     Returns:
@@ -144,11 +147,14 @@ def scan_remat(
     if budget is None:
         check_checkpoints(checkpoints)
     rows, n = rows_of(name, xs, length)
+    if unroll is not None and (isinstance(unroll, bool) or not isinstance(unroll, int) or unroll < 1):
+        raise WrongValue(f"{name}: got unroll={unroll!r}; write how many steps a block has, 1 or more.")
     if torch.compiler.is_dynamo_compiling():
-        return call_scan(name, body, init, xs, n, bool(reverse), checkpoints, bool(offload), on_step, policy)
+        how = bool(reverse), checkpoints, bool(offload), on_step, policy
+        return call_scan(name, body, init, xs, n, *how, unroll=unroll)
     schedule = as_schedule("all" if checkpoints == "auto" else checkpoints)
     options = (bool(reverse), policy, bool(offload), None, on_step)
-    spec = ScanSpec(name, n, structure(init), structure(xs), schedule, *options)
+    spec = ScanSpec(name, n, structure(init), structure(xs), schedule, *options, unroll=unroll)
     if n == 0:
         return init, _no_ys(body, spec, init, rows)
     if checkpoints == "auto":

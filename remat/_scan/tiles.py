@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -122,8 +123,12 @@ class Tiled:
     ) -> None:
         self.fn, self.name, self.dim, self.tiles = fn, name, dim, tiles
         self.peak = None if peak is None else bytes_of(f"{name}: peak", peak)
+        self.joined = next((d for d in dim if d is not None), 0) if isinstance(dim, tuple) else dim
+        # What first calls have told of a module holds for all its tiled functions: made in a `forward`, they
+        # are new in each call.
+        shared = isinstance(fn, torch.nn.Module) and not torch.compiler.is_compiling()
+        self.known: dict[Any, Any] = _known.setdefault(fn, {}) if shared else {}
         self.checked = checked
-        self.planned: dict[Any, int] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = flatten(args)
@@ -142,10 +147,10 @@ class Tiled:
         if tokens == 0:
             return apply(rows)
         count = min(tokens, self._count(rows, dims, tokens, apply, part))
-        if not self.checked and count > 1 and _comparable(rows):
+        if not (self.checked or dims[0] in self.known) and count > 1 and _comparable(rows):
             with isolating(apply, rows), trial():
                 beyond_regions(check_tokens, self.name, lambda at, to: apply(part(at, to)), tokens)
-            self.checked = True
+            self.known[dims[0]] = True
         size = -(-tokens // count)
         whole = tokens // size
         ends = [whole * size, tokens % size]
@@ -204,17 +209,17 @@ class Tiled:
                 f"{self.name}: peak={self.peak:,} measures two tiles, which torch.compile and torch.func "
                 "do not allow. Call it once outside of them, or write tiles=."
             )
-        key = tuple([(t.shape, t.dtype, t.requires_grad) for t in rows])
-        if key not in self.planned:
+        key = self.peak, *dims, *[(t.shape, t.dtype, t.requires_grad) for t in rows]
+        if key not in self.known:
             found = captured(reached(apply))
             with isolating(apply, rows), trial(), hooks_aside():
                 options = self.name, self.peak, tokens, apply, lambda count: part(0, count), found
-                self.planned[key] = beyond_regions(tiles_within, *options)
-        return self.planned[key]
+                self.known[key] = beyond_regions(tiles_within, *options)
+        return self.known[key]
 
     def _joined(self, out: torch.Tensor) -> int:
-        d = next(d for d in self.dim if d is not None) if isinstance(self.dim, tuple) else self.dim
-        return d if d < 0 else d - out.dim()
+        """The dimension along which results are joined, counted from the end."""
+        return self.joined if self.joined < 0 else self.joined - out.dim()
 
     def _scanned(
         self, apply: Callable[..., Any], rows: list[torch.Tensor], dims: list[int], n: int, size: int
@@ -230,11 +235,10 @@ class Tiled:
 
         pairs = zip(rows, dims, strict=True)
         tiles = [t.unflatten(d, (n, size)).movedim(d - 1, 0) for t, d in pairs]
-        d = next(d for d in self.dim if d is not None) if isinstance(self.dim, tuple) else self.dim
         if torch.compiler.is_dynamo_compiling():
-            _, ys = call_scan(self.name, body, None, tiles, n, False, "all", False, None, joined=d)
+            _, ys = call_scan(self.name, body, None, tiles, n, False, "all", False, None, joined=self.joined)
         else:
-            spec = ScanSpec(self.name, n, structure(None), structure(tiles), All(), joined=d)
+            spec = ScanSpec(self.name, n, structure(None), structure(tiles), All(), joined=self.joined)
             _, ys = run_eager(body, spec, None, tiles, body)
         return map_leaves(lambda y: y if y is None else self._whole(y), ys)
 
@@ -257,6 +261,8 @@ class Tiled:
 
 # Tokens of a tile of what has one number for each.
 _TOKENS = 4096
+# By module, dimensions of its arguments along which it acts token by token, and tiles by peak and shapes.
+_known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def _comparable(rows: Sequence[torch.Tensor]) -> bool:

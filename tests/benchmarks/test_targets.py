@@ -18,6 +18,8 @@ from benchmarks.memory import targets as memory_targets
 from benchmarks.offload import Offload
 from benchmarks.offload import targets as offload_targets
 from benchmarks.overhead import KINDS, Overhead, function_block
+from benchmarks.tiles import CARD, Tiles
+from benchmarks.tiles import targets as tiles_targets
 from remat import remat
 
 pytestmark = pytest.mark.slow
@@ -100,3 +102,9 @@ def test_a_missed_or_unmeasured_target_is_told() -> None:
     assert Target("claim", 1.1, 1.1).met and "met" in told(Target("claim", 1.1, 1.1))
     measured = [Record("b", "m", "a", "peak", "MiB", 3.0), Record("b", "m", "b", "peak", "MiB", 2.0)]
     assert ratio(measured, "m", "a", "b") == 1.5 and ratio(measured, "m", "a", "c") is None
+
+
+def test_the_loss_head_of_a_card_fits_and_is_no_slower_than_claimed() -> None:
+    pytest.importorskip("triton", reason="Triton compiles for GPUs: pip install 'remat[gpu]'")
+    found = [target for target in tiles_targets(Tiles().simulated()) if target.claim.startswith(CARD)]
+    assert len(found) == 2 and all(target.met for target in found), list(map(told, found))

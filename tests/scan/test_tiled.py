@@ -134,6 +134,20 @@ def test_peak_is_what_lives_throughout_and_one_tile(shape):
         assert trace_memory(lambda mark: (tiled(mlp, tiles=tiles)(x), mark())[0]).kept == x.nbytes  # noqa: B023
 
 
+@pytest.mark.parametrize("shape", [(64, 16), (4, 64, 16), (2, 3, 64, 16)])
+def test_results_and_gradients_are_joined_without_a_copy(shape):
+    x, ct, ours = torch.randn(shape, requires_grad=True), torch.randn(shape), tiled(torch.sin, tiles=8)
+    size, one = x.nbytes, x.nbytes // 8
+    y = ours(x)
+    assert y.is_contiguous()
+    with torch.no_grad():
+        # Beside them the generator's state, by which it shows whether a tile drew numbers.
+        assert trace_memory(lambda mark: ours(x)).peak == size + one + torch.get_rng_state().nbytes
+    # A tile's result, its cosine, and the product of that with the cotangent.
+    found = trace_memory(lambda mark: torch.autograd.grad(y, x, ct))
+    assert found.result[0].is_contiguous() and found.peak == size + 3 * one
+
+
 @pytest.mark.slow
 def test_a_swiglu_of_8192_tokens_takes_33_mib():
     gate, up, down = (nn.Linear(*s, bias=False) for s in ((256, 1024), (256, 1024), (1024, 256)))
@@ -252,6 +266,27 @@ def test_bad_input(make, kind, says):
     with pytest.raises(RematError, match=says) as raised:
         make(leaf(6, 4))
     assert isinstance(raised.value, kind)
+
+
+@pytest.mark.parametrize("options", [{"tiles": 2}, {"peak": "2KiB"}])
+def test_what_a_call_has_told_of_a_module_holds_for_the_next_tiled_function(options):
+    seen: list[int] = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.numel() // 4)
+            return super().forward(x)
+
+    def looks(dim: int, x: Tensor) -> int:
+        """Calls beside those of the tiles, which the last call is one of."""
+        seen.clear()
+        tiled(module, dim=dim, **options)(x)
+        return len(seen) - x.numel() // 4 // seen[-1]
+
+    module, x = Counted(4, 4), torch.randn(8, 4)
+    assert looks(-2, x) >= 2 and looks(-2, x) == 0
+    # Tokens along another dimension are compared, too.
+    assert looks(-3, torch.randn(2, 8, 4)) > 0
 
 
 def test_no_tokens_and_no_gradients():

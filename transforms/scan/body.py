@@ -41,6 +41,7 @@ class Body:
 
     Attributes:
         ys: the structure of y, known after the first step.
+        at_once: how the function computes all its steps without one waiting for another, if it can.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Body:
         self.carry_is_leaf, self.x_is_leaf = spec.carry.spec.is_leaf(), spec.xs.spec.is_leaf()
         self.ys: Structure | None = None
         self.watched = False
+        self.at_once: Callable[..., Any] | None = getattr(function, "at_once", None)
 
     def __call__(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         if active.sessions and (sessions := current()):
@@ -90,6 +92,13 @@ class Body:
         leaves, ys = self._checked(out, carry, versions)
         # What the body captured and returns untouched was in no torch call.
         return [*map(conversion.result, leaves)], [*map(conversion.result, ys)]
+
+    def whole(self, consts: Tensors, carry: Leaves, xs: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        """The carries before each step and after the last, as rows, and the stacked ys."""
+        assert self.at_once is not None
+        with self.swapped(consts, [*carry, *xs]):
+            carries, ys = self.at_once(unflatten(carry, self.spec.carry.spec), self._row(xs))
+        return flatten(carries)[0], flatten(ys)[0]
 
     def _row(self, x: Tensors) -> Any:
         if self.x_is_leaf:

@@ -332,6 +332,8 @@ def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
 def _steps(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """One step after another. Of a loop, where a state goes is decided before it is known whether another
     step follows its own."""
+    if getattr(scan.step, "at_once", None) is not None and not function_modes():
+        return _at_once(scan, flat)
     consts, carry, xs = scan.split(flat)
     record, proceed, on_step = scan.record, scan.proceed, scan.spec.on_step
     n, states, moment = scan.spec.length, record.states, record.start
@@ -368,6 +370,21 @@ def _steps(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         # An enclosing region records ops and must not meet writes into parts of a tensor.
         stacks = [torch.stack(column) for column in zip(*rows[:: -1 if scan.reverse else 1], strict=True)]
     return carry, stacks
+
+
+def _at_once(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+    """All steps by one call, in less than one after another takes; and the first one, which is checked."""
+    consts, carry, xs = scan.split(flat)
+    record, n, step = scan.record, scan.length, scan.step
+    with_step_note(scan, 0, consts, carry, [x.select(0, scan.at(0)) for x in xs])
+    carries, stacks = step.whole(consts, carry, xs)  # type: ignore[attr-defined]
+    place = scan.spec.schedule.place(n)
+    for k in range(n):
+        if (slot := place(k)) is not None:
+            state = compact([c.select(0, k) for c in carries]) if k else carry
+            record.states[slot] = State(k, scan.sent(state, slot), record.start)
+    record.length = n
+    return [c.select(0, n) for c in carries], stacks
 
 
 def _blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:

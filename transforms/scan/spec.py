@@ -70,6 +70,7 @@ class ScanSpec:
         on_step: called after each evaluation.
         joined: of a scan over tiles, the dimension of a y along which ys are joined. Their stack lies in
             memory so that joining them copies nothing.
+        unroll: how many steps compiled blocks have; None lets sizes decide.
     """
 
     name: str
@@ -83,6 +84,7 @@ class ScanSpec:
     compile: str | None = None
     on_step: Callable[[str, int], None] | None = None
     joined: int | None = None
+    unroll: int | None = None
 
     def stack(self, y: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         """Room for the y of every step."""

@@ -114,7 +114,7 @@ def run(spec: ScanSpec, body: TracedBody, operands: tuple[Any, ...], selector: A
     if traced:
         size, compiler = 1, aot_compiler()
         if compiler is not None:
-            size, schedule = in_blocks(spec.schedule, _block(body.graph, carry, xs), n)
+            size, schedule = in_blocks(spec.schedule, spec.unroll or _block(body.graph, carry, xs), n)
             spec = replace(spec, schedule=schedule)
             options |= {"taped": schedule.keeps_tapes, "selector": selector}
         ambient = Ambient(device_kinds([*consts, *carry, *xs]))
@@ -141,13 +141,13 @@ def run_whole(whole: Whole, body: TracedBody, operands: tuple[Any, ...], selecto
         kept = _made[body.graph.module] = step.draws(operands), {}
     draws, made = kept
     # What Dynamo left open besides tensors is a constant of what is compiled.
-    made = made.setdefault(tuple([v for v in step.fixed if v is not None]), {})
+    made = made.setdefault(tuple([whole.spec.unroll, *[v for v in step.fixed if v is not None]]), {})
     spec = whole.spec
     options: dict[str, Any] = {"offloaded": spec.offloaded}
     compiler = spec.compile
     assert spec.length is not None and compiler is not None
     if not draws:
-        size, schedule = in_blocks(spec.schedule, _block(body.graph, carry, xs), spec.length)
+        size, schedule = in_blocks(spec.schedule, spec.unroll or _block(body.graph, carry, xs), spec.length)
         spec = replace(spec, schedule=schedule)
         options["blocks"] = UnrolledStep(step, size, spec.reverse, backend(compiler), selector, made)
         options["taped"] = schedule.keeps_tapes
