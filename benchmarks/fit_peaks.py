@@ -23,9 +23,9 @@ import torch.utils._pytree as pytree
 from benchmarks.common.models import SIZES, Around, named
 from benchmarks.common.records import RESULTS
 from remat import checkpoint_policy, remat
-from remat._forced import standing_for
+from remat._overrides import standing_for
 from remat.cli.measure import trace_memory
-from remat.plan import READY, Plan, Portfolio, carried, cost_model, plans_by_budget, step_of
+from remat.plan import BUILT_IN_POLICIES, Plan, Portfolio, carried, cost_model, plans_by_budget, step_of
 
 CSV = RESULTS / "fit_peaks.csv"
 FIELDS = ("model", "share", "predicted", "measured", "error", "cost_s", "regions")
@@ -38,7 +38,7 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
     loss, leaves = problem.bind(Around(lambda fn: remat(fn, policy=checkpoint_policy(budget=1.0))))
     own = leaves(problem.params)
     step = step_of(loss, (own, problem.batch), {}, wanted=plans_by_budget)
-    portfolio = Portfolio(step, cost_model("roofline", "cpu"), READY)
+    portfolio = Portfolio(step, cost_model("roofline", "cpu"), BUILT_IN_POLICIES)
     plain = portfolio.plain()
     for share in (1.0, *SHARES):
         chosen = plain if share == 1.0 else portfolio.within(int(share * plain.peak))

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from remat._by_call import ByCall
 from remat._dynamo import call_planned, call_region, naming_inputs, needs_call, wrap
-from remat._forced import forced
 from remat._inspect import logger, told, wanted
+from remat._overrides import overrides
+from remat._per_call import PerCallRegion
 from remat._ranks import RANKS
 from remat.policies import HostInputs, Policy, PolicySelector, save_everything, save_nothing
 from remat.transforms import (
@@ -112,7 +112,7 @@ class Options:
 
     def as_traced(self) -> Options:
         """What holds in a trace: `traced_under` may have another policy for all regions."""
-        return self if forced.traced is None else self.under(forced.traced)
+        return self if overrides.traced is None else self.under(overrides.traced)
 
 
 def with_policy(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
@@ -159,12 +159,12 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     compile_call = call_planned if binds else call_region
 
     ordinary = not (keeps_everything or static or binds)
-    by_call = ByCall(options.region, options.policy, region) if binds and not static else None
+    by_call = PerCallRegion(options.region, options.policy, region) if binds and not static else None
 
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if names:
             return _wrap(naming_inputs(fn, args, kwargs), replace(options, name=label))(*args, **kwargs)
-        choose, stand = forced.choose, forced.stand
+        choose, stand = overrides.choose, overrides.stand
         if stand is not None and (given := stand(fn, options.policy, args, kwargs)) is not None:
             return given[0]
         if ordinary and choose is None:
@@ -351,7 +351,7 @@ def _call_static(
                 "ordinary one"
             )
     call = _Static(fn, args, fixed, settled)
-    by_call = ByCall(options.region, options.policy, options.region(call, options.policy))
+    by_call = PerCallRegion(options.region, options.policy, options.region(call, options.policy))
     return by_call.run(moving, {k: v for k, v in kwargs.items() if k not in settled})
 
 

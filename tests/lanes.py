@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat.transforms.context import quiet
+from remat.transforms.context import untracked
 from remat.transforms.offload import transfer
 from remat.transforms.scan import function as forward
 
@@ -55,7 +55,7 @@ class Late(transfer.Lane):
 
     def wait(self, mark: int) -> None:
         while self.done < mark:
-            quiet(self.pending.pop(0))
+            untracked(self.pending.pop(0))
             self.done += 1
 
     def finish(self) -> None:

@@ -47,10 +47,10 @@ class _Active(threading.local):
     sessions: tuple[Any, ...] = ()  # the captures that are open
     listeners: tuple[Any, ...] = ()  # who wants to know what regions keep
     place: str | None = None  # the user's line of the op that runs again, for those
-    quiet = False
+    untracked = False
     aside = False  # whether what runs only says how the results of an op on wrappers lie
     refused = 0  # the `id` of the last exception by which hooks of the user's refused a value
-    unasked = False
+    without_policy = False
     seeding = False  # whether the op that runs draws a seed
     travelling: str | None = None  # where what runs brings a value, "host" or "device"
     evaluating = False  # whether a step of a scan runs for its shapes alone: a scan in it runs no steps
@@ -143,7 +143,7 @@ class Mode(DispatchMode):
         active.stack.pop()
         return super().__exit__(*exc)
 
-    def leave(self) -> None:
+    def start_recording(self) -> None:
         """Go on recording where a forward was held against a tape."""
 
     def bound(self, tensor: torch.Tensor) -> int | None:
@@ -201,8 +201,8 @@ def recordings() -> list[Any]:
 def run_again_whole(reason: str) -> None:
     """Have the regions around run their functions again as a whole, not their ops from the tape."""
     for mode in recordings():
-        mode.leave()
-        mode.tape.open = mode.tape.open or reason
+        mode.start_recording()
+        mode.tape.rerun_reason = mode.tape.rerun_reason or reason
 
 
 def on_wrappers(types: Any) -> bool:
@@ -214,7 +214,7 @@ def on_wrappers(types: Any) -> bool:
 
 
 def _aside(function: Callable[..., Any], *args: Any) -> Any:
-    with scoped(aside=True, quiet=True):
+    with scoped(aside=True, untracked=True):
         return function(*args)
 
 
@@ -225,14 +225,14 @@ def gathering(function: Callable[..., Any]) -> Any:
     if (group := getattr(handle, "process_group", None)) is not None:
         for mode in recordings():
             mode.tape.groups.add(group.group_name)
-    return quiet(function)
+    return untracked(function)
 
 
 def repeated(function: Callable[..., Any]) -> Any:
     """Run what gathers parameters or frees them by ops, which are repeated: no policy is asked about them."""
     begun = [(mode, mode.position) for mode in recordings()]
     try:
-        return unasked(function)
+        return without_policy(function)
     finally:
         for mode, first in begun:
             mode.tape.bookkeeping.update(range(first, mode.position))
@@ -243,11 +243,11 @@ def repeated(function: Callable[..., Any]) -> Any:
 # lies in memory that was shown is unknown from then on. (An extension that asks for the pointer in C++ is not
 # seen.) Nor is it an op to set `tensor.data`. ADDRESSES are read and written, whether memory is there or not.
 ADDRESSES = frozenset("data_ptr const_data_ptr __dlpack__ apply_ map_ map2_".split())
-DOORS = ADDRESSES | {"__set__", "numpy", "__array__", "untyped_storage", "storage"}
+RAW_ACCESSORS = ADDRESSES | {"__set__", "numpy", "__array__", "untyped_storage", "storage"}
 _DATA = torch.Tensor.data
 # What Python makes numbers of, past the dispatcher. Where a function runs again they are to be there again.
 _LOOK = "tolist"
-PAST_DISPATCH = DOORS | {_LOOK}
+PAST_DISPATCH = RAW_ACCESSORS | {_LOOK}
 
 
 def notice(func: Any, args: Any) -> None:
@@ -265,7 +265,7 @@ def notice(func: Any, args: Any) -> None:
             mode.expose(args[0], moved=True) if moved else mode.replaces(args[0])
     elif name == _LOOK:
         run_again_whole("its Python makes numbers of a tensor")
-    elif name != "__set__" and name in DOORS and args and isinstance(args[0], torch.Tensor):
+    elif name != "__set__" and name in RAW_ACCESSORS and args and isinstance(args[0], torch.Tensor):
         moved = _by_sharding()
         for mode in recordings():
             mode.expose(args[0], moved)
@@ -312,7 +312,7 @@ class MemoryWatch(TorchFunctionMode):
 
 
 def _may_be_door(func: Any) -> bool:
-    if getattr(func, "__name__", "") in DOORS:
+    if getattr(func, "__name__", "") in RAW_ACCESSORS:
         return True
     if type(func) in _BUILTIN and not isinstance(getattr(func, "__self__", None), torch.Tensor):
         _no_doors.add(func)
@@ -326,17 +326,17 @@ _no_doors: set[Any] = set()
 memory_watch = MemoryWatch()
 
 
-def quiet(function: Callable[..., Any], *args: Any) -> Any:
+def untracked(function: Callable[..., Any], *args: Any) -> Any:
     """Run an op of the engine's own, which no recording counts.
 
     A region around may come here by another way when its function runs again, without this op.
     """
-    before = active.quiet
-    active.quiet = True
+    before = active.untracked
+    active.untracked = True
     try:
         return function(*args)
     finally:
-        active.quiet = before
+        active.untracked = before
 
 
 def beyond_regions(hook: Callable[..., Any], *args: Any) -> Any:
@@ -347,7 +347,7 @@ def beyond_regions(hook: Callable[..., Any], *args: Any) -> Any:
     """
     if not active.stack:
         return of_users(hook, *args)
-    with scoped(stack=[], quiet=False, selecting=False), modes_aside(Mode):
+    with scoped(stack=[], untracked=False, selecting=False), modes_aside(Mode):
         return of_users(hook, *args)
 
 
@@ -357,7 +357,7 @@ def packed_by(hook: Callable[..., Any], tensor: torch.Tensor) -> Any:
     If it raises, the regions that this breaks off give it no more: torch's checkpoint counts them.
     """
     try:
-        return quiet(hook, tensor)
+        return untracked(hook, tensor)
     except BaseException as error:
         active.refused = id(error)
         raise
@@ -420,9 +420,9 @@ def node_of(tensor: torch.Tensor) -> Any:
         return tensor.grad_fn
 
 
-def unasked(function: Callable[..., Any], *args: Any) -> Any:
+def without_policy(function: Callable[..., Any], *args: Any) -> Any:
     """Run an op of the engine's own, which recordings count, and no selector is asked about."""
-    with scoped(unasked=True):
+    with scoped(without_policy=True):
         return function(*args)
 
 

@@ -500,7 +500,7 @@ class Operands:
         same: Callable[[torch.Tensor, torch.Tensor], bool],
     ) -> None:
         self.tape, self.outside, self.same = tape, outside, same
-        self._unknown = written | tape.exposed
+        self._unknown = written | tape.raw_accessed
         self._memories: dict[int, weakref.ref[Any]] = {}  # by their roots
         self._places: dict[int, tuple[weakref.ref[Any], Any]] = {}
         for at, tensor in enumerate(arguments):

@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.common.models import Around, Problem
 from remat import checkpoint_policy, remat
-from remat._forced import standing_for
+from remat._overrides import standing_for
 from remat.plan import (
-    READY,
+    BUILT_IN_POLICIES,
     Choice,
     Chosen,
     Measure,
@@ -55,7 +55,7 @@ class Predicted:
         own, self.device = leaves(problem.params), str(problem.batch.device)
         self.run: Callable[[], torch.Tensor] = partial(loss, own, problem.batch)
         step = step_of(loss, (own, problem.batch), {}, wanted=plans_by_budget)
-        self.portfolio = Portfolio(step, cost_model("roofline", self.device), READY)
+        self.portfolio = Portfolio(step, cost_model("roofline", self.device), BUILT_IN_POLICIES)
 
     def seconds(self, choices: Sequence[Choice] = ()) -> float:
         """Of forward and backward, by the speeds at hand: all ops, what runs again, and the regions.
@@ -99,7 +99,7 @@ class Predicted:
 
     def fit(self, what: str) -> Chosen:
         """The choice within the peak of a ready policy, or a share of the way to that without remat."""
-        if what in READY:
+        if what in BUILT_IN_POLICIES:
             limit = self.portfolio.uniform()[what].peak
         else:
             low, high = self.portfolio.leanest().peak, self.portfolio.plain().peak

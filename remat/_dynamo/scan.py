@@ -19,7 +19,7 @@ from remat._dynamo.intermediates import refusing, sessions
 from remat._dynamo.region import bypass
 from remat._dynamo.region import describe as region_describe
 from remat._dynamo.region import rebuild as region_rebuild
-from remat._forced import forced
+from remat._overrides import overrides
 from remat._torch import hooks_guarded, share_floats
 from remat.policies import Policy, PolicySelector, save_nothing
 from remat.schedules import Schedule, as_schedule
@@ -154,7 +154,7 @@ def enter(facts: tuple[Any, ...], n: int | None, plan: Any, graph: Any) -> Calla
 def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> Any:
     name, where, rows, reverse, offload, joined, unroll = facts
     schedule = rebuild(plan[0])
-    policy = forced.traced
+    policy = overrides.traced
     if policy is None:
         policy = save_nothing if plan[1] is None else region_rebuild(plan[1])
     if not isinstance(graph, torch.fx.GraphModule):

@@ -17,7 +17,7 @@ from remat._core import Mark, trace_memory
 from remat._fit.policy import Fitted, Made
 from remat._inspect import looked_at
 from remat.plan import (
-    READY,
+    BUILT_IN_POLICIES,
     BudgetPolicy,
     Choice,
     Chosen,
@@ -279,8 +279,11 @@ def _policy(portfolio: Portfolio, calls: list[tuple[Graph, Choice, str]]) -> Pol
 def ready_policies(policies: Mapping[str, Policy] | Sequence[Policy]) -> dict[str, Policy]:
     """The ready policies, and the user's, by name."""
     if isinstance(policies, Mapping):
-        return {**READY, **{name: policy_given(policy) for name, policy in policies.items()}}
-    return {**READY, **{name_of(policy): policy for policy in several_given("remat.fit", policies)}}
+        return {**BUILT_IN_POLICIES, **{name: policy_given(policy) for name, policy in policies.items()}}
+    return {
+        **BUILT_IN_POLICIES,
+        **{name_of(policy): policy for policy in several_given("remat.fit", policies)},
+    }
 
 
 def name_of(policy: Policy) -> str:
@@ -288,7 +291,7 @@ def name_of(policy: Policy) -> str:
     if isinstance(policy, Fitted) and policy.made:
         plans = [made.plan for made in policy.made]
         return f"a plan, {' and '.join(f'{len(p.saved)} of {len(p.ops)}' for p in plans)} ops kept"
-    return next((name for name, ready in READY.items() if ready is policy), repr(policy))
+    return next((name for name, ready in BUILT_IN_POLICIES.items() if ready is policy), repr(policy))
 
 
 def _check_differentiated(model: torch.nn.Module, step: WholeStep) -> None:

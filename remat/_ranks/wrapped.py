@@ -28,7 +28,7 @@ from remat._ranks.agreement import (
 )
 from remat._ranks.meeting import meeting_among
 from remat._torch import accumulating, gathers, wrapped_in
-from remat.transforms import RematError, flatten, node_of, quiet, split
+from remat.transforms import RematError, flatten, node_of, split, untracked
 from remat.transforms.compat import outside_all_modes
 
 _SECONDS = 60
@@ -142,7 +142,7 @@ def _node_of(results: Any) -> Any:
 
 def _note(region: Any, recorder: Any, results: Any) -> None:
     """Note what a region keeps; its backward, if it is the first one in its model, compares."""
-    found = wrapped_in(_met, quiet)
+    found = wrapped_in(_met, untracked)
     if found is not None and (node := _node_of(results)) is not None:
         node.register_prehook(_noted(region, recorder, *found).meet)
 
@@ -194,7 +194,7 @@ class ComparedRanks:
         """
         if agree(region, recorder):
             return None
-        if (found := wrapped_in(_met, quiet)) is None or not gathers(found[0]):
+        if (found := wrapped_in(_met, untracked)) is None or not gathers(found[0]):
             return None
         return _noted(region, recorder, *found).meet
 
@@ -204,7 +204,7 @@ class ComparedRanks:
         if agree_traced(region, record):
             return
         with outside_all_modes():
-            if (found := wrapped_in(_met, quiet)) is None:
+            if (found := wrapped_in(_met, untracked)) is None:
                 return
             model = _noted(region, record, *found)
             model.seconds = COMPILING * _SECONDS

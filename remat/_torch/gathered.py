@@ -25,10 +25,10 @@ _MISSING: Any = object()
 
 
 class _Run:
-    """One run without data; `quiet(function)` calls what is no op of it."""
+    """One run without data; `untracked(function)` calls what is no op of it."""
 
-    def __init__(self, quiet: Callable[..., Any]) -> None:
-        self.quiet = quiet
+    def __init__(self, untracked: Callable[..., Any]) -> None:
+        self.untracked = untracked
         self._made: dict[Any, torch.Tensor] = {}
         # What stands in modules otherwise, by units that are gathered together; and attributes of objects.
         self._before: dict[int, dict[tuple[int, str], tuple[Any, str, Any, Any]]] = {}
@@ -37,7 +37,7 @@ class _Run:
     def whole(self, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A parameter in the whole, the same one for each key."""
         if key not in self._made:
-            self._made[key] = self.quiet(make)
+            self._made[key] = self.untracked(make)
         return self._made[key]
 
     def put(self, unit: Any, module: Any, name: str, tensor: torch.Tensor) -> None:
@@ -76,16 +76,16 @@ _run: ContextVar[_Run | None] = ContextVar("remat_without_data", default=None)
 
 
 @contextlib.contextmanager
-def nothing_gathered(quiet: Callable[..., Any]) -> Iterator[None]:
+def nothing_gathered(untracked: Callable[..., Any]) -> Iterator[None]:
     """Within, wrappers of modules gather no parameters: tensors of their shapes take their place.
 
-    FSDP2, FSDP1, `replicate` and DistributedDataParallel. `quiet(function)` makes those tensors.
+    FSDP2, FSDP1, `replicate` and DistributedDataParallel. `untracked(function)` makes those tensors.
     """
     if _run.get() is not None:
         # A run inside of one.
         yield
         return
-    run = _Run(quiet)
+    run = _Run(untracked)
     with _in_place():
         token = _run.set(run)
         try:

@@ -51,12 +51,12 @@ def world_store() -> tuple[Any, int] | None:
 
 
 def wrapped_in(
-    known: Container[torch.nn.Module], quiet: Callable[..., Any]
+    known: Container[torch.nn.Module], untracked: Callable[..., Any]
 ) -> tuple[torch.nn.Module, str, list[int]] | None:
     """The outermost module around this call whose gradients ranks reduce; None for none, or a `known` one.
 
     With the qualified name in it of the innermost module that runs, and the ranks. It is one that FSDP,
-    `replicate` or DistributedDataParallel has wrapped. `quiet(function)` runs ops that are nobody's.
+    `replicate` or DistributedDataParallel has wrapped. `untracked(function)` runs ops that are nobody's.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
@@ -65,18 +65,18 @@ def wrapped_in(
     for root in reversed(modules):
         if root in known:
             return None
-        if ranks := _ranks_of(root, c10d, quiet):
+        if ranks := _ranks_of(root, c10d, untracked):
             names = {id(module): name for name, module in root.named_modules()}
             return root, next(names[id(module)] for module in modules if id(module) in names), ranks
     return None
 
 
-def _ranks_of(module: Any, c10d: Any, quiet: Callable[..., Any]) -> list[int]:
+def _ranks_of(module: Any, c10d: Any, untracked: Callable[..., Any]) -> list[int]:
     """The ranks among which a wrapper of this module reduces gradients, none where it has no wrapper."""
     if gathers(module):
         # Its own, or (where only the modules in it have parameters) those of the first of them.
         meshes = [group.mesh_info.mesh for m in module.modules() for group in _parameter_groups(m)]
-        return quiet(meshes[0].mesh.flatten().tolist) if meshes else []
+        return untracked(meshes[0].mesh.flatten().tolist) if meshes else []
     composable: Any = sys.modules.get("torch.distributed._composable.replicate")
     if composable is not None and (state := composable.replicate.state(module)) is not None:
         module = getattr(state, "_ddp_weakref", lambda: None)()

@@ -12,7 +12,7 @@ from remat.plan.chain_plan import ChainPlan as ChainPlan
 from remat.plan.chain_plan import plan_stages as plan_stages
 from remat.plan.chosen import Chosen as Chosen
 from remat.plan.chosen import Portfolio as Portfolio
-from remat.plan.compared import READY as READY
+from remat.plan.compared import BUILT_IN_POLICIES as BUILT_IN_POLICIES
 from remat.plan.graph import CostModel as CostModel
 from remat.plan.graph import Flops as Flops
 from remat.plan.graph import Graph as Graph

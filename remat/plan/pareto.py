@@ -16,7 +16,7 @@ from remat._blocks import regions
 from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat._region import name_of_region
 from remat.plan.calls import looked
-from remat.plan.compared import READY, SOLVERS, beaten_by, measured, ready, torch_plan
+from remat.plan.compared import BUILT_IN_POLICIES, SOLVERS, beaten_by, measured, ready, torch_plan
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.joint import record
 from remat.plan.plans import Plan
@@ -190,7 +190,7 @@ def pareto(
     for corner in corners:
         chart.add("bound", corner, None, 0.0)
     for policy, saved in ready(graph, problem):
-        chart.add(policy, complete(problem, saved), None, policy=READY[policy])
+        chart.add(policy, complete(problem, saved), None, policy=BUILT_IN_POLICIES[policy])
     if not any(op.mutates for op in graph.joint.ops):
         chart.add_torch(torch_solvers, shares)
     if measure:

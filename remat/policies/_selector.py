@@ -19,7 +19,7 @@ from remat.transforms import BoundedCache, RematError, tensors_in, traits
 from remat.transforms.compat import is_batched_below
 from remat.transforms.intermediates import current
 from remat.transforms.offload import INPUT
-from remat.transforms.tape import Node, Tape, Verdicts
+from remat.transforms.tape import KeptValues, Node, Tape
 
 _aten = torch.ops.aten
 # Products with a bias, of which torch.vmap makes a product and a sum, by the names of their functions.
@@ -147,7 +147,7 @@ class PolicySelector:
         self.modules[path := module_path()] = None
         return path
 
-    def name(self, record: Verdicts, at: int, value: torch.Tensor, name: str) -> None:
+    def name(self, record: KeptValues, at: int, value: torch.Tensor, name: str) -> None:
         """Judge a value once more, now that it has a name."""
         node = record.tape.nodes[at]
         owner = record.owner(node, value)
@@ -170,7 +170,7 @@ class PolicySelector:
             self.barred.add(at)
         return found
 
-    def _name_owner(self, record: Verdicts, owner: int, value: torch.Tensor, name: str) -> int:
+    def _name_owner(self, record: KeptValues, owner: int, value: torch.Tensor, name: str) -> int:
         """Judge the op that made a value: what autograd reads there, and what others read, is one memory."""
         node = record.tape.nodes[owner]
         # Reports say the name whoever keeps the value.

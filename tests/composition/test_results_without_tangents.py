@@ -57,7 +57,7 @@ PROGRAMS = [beside_one_that_moves, of_a_captured_tensor, of_a_region_inside, of_
 
 
 def plain_over_jvp(f: Function, x: Tensor, y: Tensor, w: Tensor) -> Any:
-    out, tangent = jvp(lambda x: f(x, y, w), (x,), (x.detach().cos(),))
+    out, tangent, *_ = jvp(lambda x: f(x, y, w), (x,), (x.detach().cos(),))
     first = torch.autograd.grad(out.sum() + tangent.square().sum(), [x, y, w], create_graph=True)
     second = torch.stack([g.square().sum() for g in first]).sum()
     return [out, tangent, *first, *torch.autograd.grad(second, [x, y, w])]

@@ -7,7 +7,7 @@ import torch
 
 import remat
 from remat import checkpoint_policy, nn
-from remat.plan import READY, Portfolio, cost_model, plans_by_budget, step_of
+from remat.plan import BUILT_IN_POLICIES, Portfolio, cost_model, plans_by_budget, step_of
 from remat.transforms import RematError
 from tests.inside import trace_memory
 from tests.plan.inside import held_by, listed
@@ -123,7 +123,7 @@ def test_no_ready_policy_everywhere_is_modelled_cheaper_at_its_own_peak(cost):
     step = step_of(model, (tokens,), {}, wanted=plans_by_budget, device="h100")
     nn.remove(model)
     priced = cost_model(cost, "h100")
-    for name, policy in READY.items():
+    for name, policy in BUILT_IN_POLICIES.items():
         alone = Portfolio(step, priced, {name: policy}).uniform()[name]
         limit = -(-alone.peak * 101 // 100) + held  # one part in 100 is left free
         done = remat.fit(model, tokens, peak=limit, cost=cost, device="h100")

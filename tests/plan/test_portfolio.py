@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.planner.compiled import compiled_problem
 from remat import checkpoint_policy, remat
-from remat.plan import READY, BudgetPolicy, Flops, Plan
+from remat.plan import BUILT_IN_POLICIES, BudgetPolicy, Flops, Plan
 from tests.helpers import sparse
 from tests.plan.inside import candidates, complete, graph_of, policy, record, torch_plan
 from tests.plan.models import GPTBlock
@@ -53,12 +53,12 @@ def test_a_ready_policy_is_followed_where_prices_do_not_tell_the_plan_from_it(ac
     """It fits, it is named with what is forgone, and the bound is that of the better plan."""
     block, x = GPTBlock(32, 4), torch.randn(2, 8, 32)
     exact = BudgetPolicy(0.9, Flops()).plan(block, x)
-    assert exact.cost > 0 and exact.solver not in READY and not exact.forgone
+    assert exact.cost > 0 and exact.solver not in BUILT_IN_POLICIES and not exact.forgone
     rough = BudgetPolicy(0.9, Rough() if accuracy else Flops()).plan(block, x)
     if not accuracy:
         assert rough == exact
         return
-    assert rough.solver in READY and rough.kept_bytes <= rough.budget == exact.budget
+    assert rough.solver in BUILT_IN_POLICIES and rough.kept_bytes <= rough.budget == exact.budget
     assert rough.forgone == pytest.approx(rough.cost - exact.cost) and rough.forgone > 0
     assert rough.lower_bound == exact.lower_bound and rough.gap > exact.gap
     assert f"as {rough.solver}: another plan saves" in str(rough)

@@ -52,10 +52,10 @@ POLICIES = {
 
 def sent(monkeypatch):
     """How many tensors were sent to the host."""
-    from tests.policies.inside import verdicts
+    from tests.policies.inside import kept_values
 
-    found, send = [], verdicts.send
-    monkeypatch.setattr(verdicts, "send", lambda t, *more: found.append(t) or send(t, *more))
+    found, send = [], kept_values.send
+    monkeypatch.setattr(kept_values, "send", lambda t, *more: found.append(t) or send(t, *more))
     return found
 
 

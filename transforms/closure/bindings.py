@@ -27,7 +27,7 @@ from remat.transforms.compat import (
     scripted_places,
     set_scripted,
 )
-from remat.transforms.context import quiet
+from remat.transforms.context import untracked
 from remat.transforms.objects import (
     MISSING,
     attributes,
@@ -308,7 +308,7 @@ def differentiable(tensor: torch.Tensor) -> bool:
     # A plain `dual_level`, as `torch.func.linearize` opens one, wraps nothing.
     if dual_level_open():
         with below_levels():
-            return quiet(has_tangent, tensor)
+            return untracked(has_tangent, tensor)
     return False
 
 

@@ -21,7 +21,7 @@ from remat.transforms.compat import (
     is_wrapped,
     unwrap_once,
 )
-from remat.transforms.context import quiet
+from remat.transforms.context import untracked
 from remat.transforms.errors import RematError
 from remat.transforms.objects import attributes, is_a, is_tensor, items, rebuilt
 from remat.transforms.pytree import flatten
@@ -115,7 +115,7 @@ def refuse_derivatives(
         if is_batched(plain) or in_forward_mode():  # by a level that is gone; or tangents would be asked now
             others[id(tensor)] = Lost(said)
         else:
-            others[id(tensor)] = quiet(Refusing.apply, plain, said, *anchors)
+            others[id(tensor)] = untracked(Refusing.apply, plain, said, *anchors)
     hold([(*at, _with_others(value, others)) for *at, value in places_of(roots, others)])
 
 
@@ -190,7 +190,7 @@ class Stored:
 
     def put(self, made: list[torch.Tensor]) -> None:
         """Store the region's results in the places of what its first run has stored."""
-        cut = [t if graded else quiet(t.detach) for t, graded in zip(made, self.graded, strict=True)]
+        cut = [t if graded else untracked(t.detach) for t, graded in zip(made, self.graded, strict=True)]
         others = dict(zip(self.ids, cut, strict=True))
         hold([(*at, _with_others(value, others)) for *at, value in self.places])
         # Their graph holds this, and Python's garbage collector does not see through graphs.
@@ -226,7 +226,7 @@ class Stored:
                 f"containers, and its recomputation {len(found)}. The derivatives of those that were used "
                 "would be lost. Return them, or store them in both runs."
             )
-        return [quiet(_zeros, *like) for like in self.like]
+        return [untracked(_zeros, *like) for like in self.like]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -254,7 +254,7 @@ def _is_graded(tensor: torch.Tensor) -> bool:
     """Whether any level differentiates a tensor."""
     with functions_as_they_are():
         while True:
-            if tensor.requires_grad or (in_forward_mode() and quiet(has_tangent, tensor)):
+            if tensor.requires_grad or (in_forward_mode() and untracked(has_tangent, tensor)):
                 return True
             if not is_wrapped(tensor):
                 return False

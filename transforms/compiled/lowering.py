@@ -45,7 +45,7 @@ from remat.transforms.compiled.turns import (
     before_products,
     reads,
 )
-from remat.transforms.context import quiet, ranks_met, recordings
+from remat.transforms.context import ranks_met, recordings, untracked
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
 from remat.transforms.ops import Traits, tensors_in, traits
@@ -69,20 +69,20 @@ class GraphLowering:
 
     def forward(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         """Run a region; with a node above it that will pull back, note what its recomputation needs."""
-        if not prim.sinks:
+        if not prim.residual_slots:
             return tuple(prim.body(*operands))
         run = functools.partial(self._forward, prim, operands)
         record, outs = run() if prim.mapped else self.alike.forward(operands, prim.masks, run)
-        for sink in prim.sinks:
-            sink.written = record
+        for slot in prim.residual_slots:
+            slot.written = record
         given_to(operands)
         if outs and (sent := [host for value in record.sent() for host in value.hosts()]):
-            outs = [quiet(behind, outs[0], sent), *outs[1:]]
+            outs = [untracked(behind, outs[0], sent), *outs[1:]]
         if copies := list(record.before.values()):
             # A partitioner computes in the backward what no result of the forward needs. There the memory
             # that a copy was made of has been written to, here or by what comes after the region.
             free = [t.is_floating_point() and graph_storage(t) not in record.given for t in outs]
-            outs = [quiet(behind, t, copies) if own else t for t, own in zip(outs, free, strict=True)]
+            outs = [untracked(behind, t, copies) if own else t for t, own in zip(outs, free, strict=True)]
         # Autograd sees the node make them. AOTAutograd would see how functionalization came to them, views
         # and detached values, and make them so once more, without the node.
         memory = [graph_storage(t) for t in outs]
@@ -115,7 +115,7 @@ class GraphLowering:
             region.ranks.compare_traced(region, record)
         # Of what others have, too, the caller gets a copy.
         shares = record.constants.shares
-        return record, [quiet(snapshot, t) if shares(t) else t for t in outs]
+        return record, [untracked(snapshot, t) if shares(t) else t for t in outs]
 
     def pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         """Recompute a region behind a fence, and pull its cotangents back."""
@@ -172,7 +172,7 @@ class GraphLowering:
                 (fenced[i],) = aliasing.rebuilt((), [fenced[whole]])
             loose = prim.dual or record.tape.loose
             for value in record.sent():
-                quiet(value.fetch, after)
+                untracked(value.fetch, after)
             replay = GraphReplay(record, after, loose, GraphConstants(region.shares), tag.close)
             if ambient.must_be_restored():
                 stack.enter_context(ambient.restored())
@@ -320,8 +320,8 @@ class GraphConstants:
             if (held := self.held + example_bytes(out)) > most:
                 return out
             self.held = held
-            table[key] = quiet(ONCE, out)
-        made = quiet(as_it_is, table[key])
+            table[key] = untracked(ONCE, out)
+        made = untracked(as_it_is, table[key])
         self.lent[graph_storage(made)] = graph_memory(made)
         return made
 

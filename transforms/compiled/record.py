@@ -19,7 +19,7 @@ from remat.transforms.compat import as_it_is, graph_memory, graph_storage, must_
 from remat.transforms.compiled.barrier import Origins, fence, fence_below, snapshot
 from remat.transforms.compiled.sent import Sent
 from remat.transforms.compiled.turns import PRODUCTS, looked_at
-from remat.transforms.context import Mode, active, quiet
+from remat.transforms.context import Mode, active, untracked
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Aliasing
 from remat.transforms.offload import INPUT, Elsewhere
@@ -35,14 +35,23 @@ from remat.transforms.ops import (
 )
 from remat.transforms.region import Region
 from remat.transforms.state import can_seed, draw, new_seed, refuse_generator
-from remat.transforms.tape import OFFLOAD, RECOMPUTE, SAVE, Node, Tape, ValueNumbering, Verdicts, map_tensors
+from remat.transforms.tape import (
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    KeptValues,
+    Node,
+    Tape,
+    ValueNumbering,
+    map_tensors,
+)
 
 Tensors = Sequence[torch.Tensor]
 # matmul ends in the one or the other, by whether a level below differentiates its operands.
 _LOOKS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 
 
-class GraphRecord(Verdicts):
+class GraphRecord(KeptValues):
     """Writes down a region's ops, and what of their results the recomputation takes from the forward.
 
     Args:
@@ -63,7 +72,7 @@ class GraphRecord(Verdicts):
         self.region, self.tape = region, Tape(region.name)
         self.make_selector = region.selector
         self.selector = None if region.selector is None else region.selector()
-        self.kept, self.kept_bytes, self._kept_in, self.outer = {}, 0, {}, {}
+        self.kept, self.kept_bytes, self._kept_in, self.op_in_parent = {}, 0, {}, {}
         self._numbers, self._passed = ValueNumbering(), ValueNumbering()
         self.seeds: dict[int, torch.Tensor] = {}
         self.draws: list[int] = []
@@ -107,7 +116,7 @@ class GraphRecord(Verdicts):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = traits(func)
-        if active.quiet or facts.ignored or is_shape_arithmetic(args, kwargs):
+        if active.untracked or facts.ignored or is_shape_arithmetic(args, kwargs):
             return self._pass(func, facts, args, kwargs)
         for tensor in targets(facts, args, kwargs):
             self._before_writing(func, graph_memory(tensor))
@@ -126,7 +135,7 @@ class GraphRecord(Verdicts):
         if given is None or not isinstance(out, torch.Tensor):
             return out
         # How a region inside lets its results share memory is no op, but they are what they are seen in.
-        if active.quiet and (facts.view or func is torch.ops.aten.clone.default):
+        if active.untracked and (facts.view or func is torch.ops.aten.clone.default):
             self.origins.follow(func, facts, args, kwargs, out)
             if (number := self._numbers.of(given)) is not None:
                 self._numbers.add(out, number)
@@ -200,11 +209,11 @@ class GraphRecord(Verdicts):
         around = self.parent
         if around is None or not 0 < around.position <= len(around.tape.nodes):
             return None
-        self.outer[at] = place = around.position - 1
+        self.op_in_parent[at] = place = around.position - 1
         kept = getattr(around, "kept", {}).get(place) if around.tape.nodes[place].op is func else None
         if isinstance(kept, Sent):
             # It has just come back, if that region is recomputed; else this one may say otherwise.
-            return None if around.records else quiet(as_it_is, out)
+            return None if around.records else untracked(as_it_is, out)
         return kept
 
     def offer(self, at: int, value: Any, op: Any) -> None:
@@ -214,7 +223,7 @@ class GraphRecord(Verdicts):
     def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
         self.keeps = True
         send = functools.partial(Sent, waits=node.name == INPUT)
-        return quiet(map_tensors, send if verdict == OFFLOAD else as_it_is, out)
+        return untracked(map_tensors, send if verdict == OFFLOAD else as_it_is, out)
 
     def _before_writing(self, func: Any, memory: torch.UntypedStorage) -> None:
         """Copy what is about to be written to.
@@ -231,11 +240,11 @@ class GraphRecord(Verdicts):
         whole = max(group, key=lambda i: self.operands[i].numel(), default=0)
         for i in group:
             if i == whole:
-                self.before[i] = was = quiet(snapshot, self.operands[i])
-                quiet(_filled, self.operands[i], was)
+                self.before[i] = was = untracked(snapshot, self.operands[i])
+                untracked(_filled, self.operands[i], was)
                 continue
             aliasing = Aliasing()
-            quiet(aliasing.leaving, [self.operands[i]], [self.operands[whole]])
+            untracked(aliasing.leaving, [self.operands[i]], [self.operands[whole]])
             if aliasing.specs is None:
                 raise RematError(self.refusal(func, "which it reads through views that overlap"))
             self.together[i] = whole, aliasing
@@ -259,7 +268,7 @@ class GraphRecord(Verdicts):
                 raise RematError(self.refusal(func, "numbers through which gradients flow"))
         if self.rewritten:
             for value in self.kept.values():
-                quiet(map_tensors, must_save, value)
+                untracked(map_tensors, must_save, value)
 
     def refusal(self, func: Any, what: str) -> str:
         return (
@@ -313,7 +322,7 @@ class GraphReplay(Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = traits(func)
-        if self.done or active.quiet or facts.ignored or is_shape_arithmetic(args, kwargs):
+        if self.done or active.untracked or facts.ignored or is_shape_arithmetic(args, kwargs):
             return func(*args, **kwargs)
         at, self.at = self.at, self.at + 1
         if facts.random and draws(func, args, kwargs):
@@ -327,7 +336,7 @@ class GraphReplay(Mode):
         return self._hand_out(at)
 
     def _hand_out(self, at: int) -> Any:
-        return quiet(map_tensors, self._fenced, self.record.kept[at])
+        return untracked(map_tensors, self._fenced, self.record.kept[at])
 
     def _fenced(self, value: Any) -> torch.Tensor:
         if isinstance(value, Sent):
@@ -342,7 +351,7 @@ class GraphReplay(Mode):
         self._check(at, func)
         if (seed := self.record.seeds.get(at)) is None or at in self.record.kept:
             return self._write(func, args, kwargs, self._hand_out(at))
-        return draw(quiet(fence_below, seed, self.after), func, args, kwargs)
+        return draw(untracked(fence_below, seed, self.after), func, args, kwargs)
 
     @staticmethod
     def _write(func: Any, args: Any, kwargs: Any, value: Any) -> Any:

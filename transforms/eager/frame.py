@@ -41,9 +41,9 @@ from remat.transforms.context import (
     memory_watch,
     node_of,
     past_function_modes,
-    quiet,
     repeated,
     run_innermost,
+    untracked,
 )
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.recorded import hold_again
@@ -78,13 +78,13 @@ from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_again
 from remat.transforms.tape import (
-    GuardMode,
     Held,
     Needs,
     Program,
     Reachability,
     Recorder,
     Tape,
+    TraceFollower,
     holders,
     holds,
     nodes_behind,
@@ -167,14 +167,16 @@ class Frame(Packer):
             begin(torch.Generator.get_state)  # for a while: nothing that is followed runs its function again
         if known is None:
             begin()
-            bookkeeping_aside(gathering, quiet, repeated)
+            bookkeeping_aside(gathering, untracked, repeated)
             tape = Tape(region.name)
             recorder = Recorder(
                 tape, select, inputs.local, digest=region.digest, casts=casts, decisions=region.decisions
             )
             self.residuals = Residuals(inputs.local, recorder)
         else:
-            recorder = GuardMode(known.tape, known.kept, select, inputs.local, casts, region.decisions, begin)
+            recorder = TraceFollower(
+                known.tape, known.kept, select, inputs.local, casts, region.decisions, begin
+            )
             self.residuals = Residuals((), None) if known.residual else None
             simple = self.residuals is None and known.ends is None and not known.tape.sized_by_data
             if simple and not (known.dead or region.cache.differentiates) and inputs.hooks is None:
@@ -226,14 +228,14 @@ class Frame(Packer):
     def end(self, known: CachedTrace | None, recorder: Recorder, out: Any) -> None:
         """The forward is over: keep what is needed of it; `out` is what it returned."""
         # (Somebody may have what was dead in the call before.)
-        followed = known is not None and isinstance(recorder, GuardMode) and recorder.followed
+        followed = known is not None and isinstance(recorder, TraceFollower) and recorder.followed
         if known is not None and followed and not any(map(self.is_held, known.dead)):
-            assert isinstance(recorder, GuardMode)
+            assert isinstance(recorder, TraceFollower)
             self._settle_as(known, recorder, out)
             if (ranks := self.region.ranks) is not None and ranks.unmet:
                 ranks.compare(self, recorder, out)
         else:
-            recorder.leave()
+            recorder.start_recording()
             self.tape = recorder.tape
             self.tape.tangents = dual_level_open()
             settle(self, recorder, out)
@@ -275,7 +277,7 @@ class Frame(Packer):
             if self.early is None:
                 self.early = weakref.WeakKeyDictionary()
             # (With a history it would hold the node that holds the handle.)
-            self.early[handle] = quiet(tensor.detach)
+            self.early[handle] = untracked(tensor.detach)
         if self.owner is not None:
             self.late[handle] = tensor
         if self.residuals is not None and not self.residuals.add(handle, tensor):
@@ -329,7 +331,7 @@ class Frame(Packer):
         made = CachedTrace(tape, program, kept, held, residual, ends, self.nodes, self.later, draws, *unread)
         return made.shared()
 
-    def _settle_as(self, known: CachedTrace, recorder: GuardMode, out: Any) -> None:
+    def _settle_as(self, known: CachedTrace, recorder: TraceFollower, out: Any) -> None:
         """The forward was the known one: keep what that kept."""
         self.program, self.direct, self.later = known.program, known.program.direct, known.later
         self.dead, self.hollow = known.dead, known.hollow
@@ -417,7 +419,7 @@ class Frame(Packer):
         if at not in self.values or (task != self.task and not resumed(self, task, at)):
             if at in self.hollow:
                 meta = self.tape.meta_of(self.tape.packed[at][0])
-                return quiet(standing_for, meta, self.shapes.get(at, meta[0]))
+                return untracked(standing_for, meta, self.shapes.get(at, meta[0]))
             self._fill(at, task)
         # A recorded backward and the one it was recorded from may both read it in one pass.
         again = self.recorded is not None and self.recorded != task
@@ -481,10 +483,10 @@ class Frame(Packer):
 
         `there`: what it reads from outside; `take` gives what was kept of an op.
         """
-        scratch = {root: quiet(snapshot.copy) for root, snapshot in self.snapshots.items()}
+        scratch = {root: untracked(snapshot.copy) for root, snapshot in self.snapshots.items()}
         for at in there if scratch else ():
             if (root := self.tape.outside[at].root) in scratch:
-                there[at] = quiet(scratch[root].view, there[at])
+                there[at] = untracked(scratch[root].view, there[at])
         graded, end = torch.is_grad_enabled(), recomputing(self.region.name)
         random = self.random if self.region.preserve_rng_state else {}
         ambient = self.inputs.ambient

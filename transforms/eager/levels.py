@@ -53,7 +53,7 @@ from remat.transforms.compat import (
     wrapped_dead,
     wrappers_of,
 )
-from remat.transforms.context import active, node_of, quiet
+from remat.transforms.context import active, node_of, untracked
 from remat.transforms.eager.frame import Frame
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.errors import RematError, overwritten
@@ -123,7 +123,7 @@ class LevelInputs(Inputs):
         numbers = [one.level() for one in level_stack() or () if one.key() == JVP]
         self.forward = {number: wrap_for_grad(_PROBE, number) for number in numbers}
         if self.forward:
-            parts = [quiet(parts_of, t, self.forward) for t in self.tensors]
+            parts = [untracked(parts_of, t, self.forward) for t in self.tensors]
             # Tangents come after all the arguments.
             tops = [tops[0] for tops, _, _ in parts] + [t for tops, _, _ in parts for t in tops[1:]]
             self.local = [below[0] for _, below, _ in parts] + [t for _, below, _ in parts for t in below[1:]]
@@ -228,7 +228,7 @@ class LevelFrame(Frame):
         """Note the results as the level sees them; what lies below all levels."""
         results, forward = split(flatten(out)[0])[0], self.inputs.forward
         if forward:
-            parts = [quiet(parts_of, t, forward) for t in results]
+            parts = [untracked(parts_of, t, forward) for t in results]
             results, bottoms = (
                 [t for tops, _, _ in parts for t in tops],
                 [t for _, ts, _ in parts for t in ts],
@@ -290,7 +290,7 @@ class LevelFrame(Frame):
         if not in_transform():
             raise self._not_served()
         if self.inputs.forward:
-            return quiet(parts_of, tensor, self.inputs.forward)[1:]
+            return untracked(parts_of, tensor, self.inputs.forward)[1:]
         bottom, around = wrappers_of(tensor)
         return [bottom], around
 
@@ -375,7 +375,7 @@ class LevelFrame(Frame):
                 if not is_dead(self.inputs.forward[level]):
                     part, inside = dim
                     tangent = self._wrapped(values, part, inside, dead)
-                    value = quiet(made_dual, value, tangent, level)
+                    value = untracked(made_dual, value, tangent, level)
             elif dim is not None:
                 value = add_batch_dim(value, dim, level)
             elif not dead:
@@ -391,7 +391,7 @@ class LevelFrame(Frame):
         if version_of(tensor) != version:
             raise RematError(overwritten(self.region.name, tensor))
         with below_levels():
-            return quiet(tensor.detach)
+            return untracked(tensor.detach)
 
 
 def at_level(tensor: torch.Tensor, level: int) -> torch.Tensor:

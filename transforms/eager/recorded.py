@@ -24,7 +24,7 @@ from remat.transforms.compat import (
     storage_held,
     top_hooks,
 )
-from remat.transforms.context import active, quiet
+from remat.transforms.context import active, untracked
 from remat.transforms.eager.saved import Yielding, belongs_to_region
 from remat.transforms.ops import lying_as, metadata, storage
 from remat.transforms.sharded import PLAIN
@@ -43,8 +43,8 @@ class AskedAgain:
         value: torch.Tensor = self.frame.unpack(self.handle)
         if self.layout is None:
             return value
-        value = quiet(lying_as, value, self.meta)  # hooks may have given back what is kept
-        return quiet(value.as_strided, *self.layout, value.storage_offset())
+        value = untracked(lying_as, value, self.meta)  # hooks may have given back what is kept
+        return untracked(value.as_strided, *self.layout, value.storage_offset())
 
 
 class RecordedNode(Yielding):

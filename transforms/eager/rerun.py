@@ -14,7 +14,7 @@ import torch
 
 from remat.transforms.closure import Bindings, reached, standing_in
 from remat.transforms.compat import pop_hooks, set_grad_enabled, unseen
-from remat.transforms.context import quiet, run_innermost
+from remat.transforms.context import run_innermost, untracked
 from remat.transforms.eager.saved import hook
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import Operands, memory_of, storage
@@ -154,7 +154,7 @@ class Rerun:
         written = set() if self._fetches else set(frame.snapshots)
         # A function that gives a tensor other memory does so again.
         compared = check and not self._fetches
-        same = functools.partial(quiet, functools.partial(same_numbers, casts=casts))
+        same = functools.partial(untracked, functools.partial(same_numbers, casts=casts))
         needs, kept = self.needs, frame.kept
         if kept and (sound := but_written(kept, tape)) is not None:
             # The caller has written to a result that is kept: its op runs again.
@@ -213,7 +213,7 @@ class Rerun:
         with unseen(tensor):
             alias = tensor.detach()
         if self.lent and storage(tensor) in self.lent:
-            alias = quiet(alias.clone)
+            alias = untracked(alias.clone)
         self._check(at, alias)
         if at not in self.frame.dead and at not in self.frame.hollow:
             self.values[at] = alias

@@ -18,7 +18,7 @@ from remat.transforms.compat import (
     push_hooks,
     top_hooks,
 )
-from remat.transforms.context import Numbered, beyond_regions, numbered, numbered_again, packed_by, quiet
+from remat.transforms.context import Numbered, beyond_regions, numbered, numbered_again, packed_by, untracked
 from remat.transforms.errors import RematError, not_repeated, written
 from remat.transforms.ops import hands_out, lying_as, metadata, version_of
 from remat.transforms.tape import Held, Tape, map_tensors
@@ -96,10 +96,10 @@ class SavedInput:
             self._given = weakref.ref(tensor), weakref.ref(around), version_of(around)
         else:
             self._given = weakref.ref(tensor), weakref.ref(around), version_of(around)
-            self.packed, self.unpack = packed_by(hooks[0], quiet(tensor.detach)), hooks[1]
+            self.packed, self.unpack = packed_by(hooks[0], untracked(tensor.detach)), hooks[1]
             self.meta, self._known = metadata(tensor), numbered(tensor)
             if not around.is_inference() and hands_out(self.packed, tensor):
-                self.watched = quiet(around.detach)
+                self.watched = untracked(around.detach)
                 self.version = version_of(self.watched)
 
     def get(self, inputs: Any, at: int) -> torch.Tensor:
@@ -113,8 +113,8 @@ class SavedInput:
                 if self.meta is None:
                     fetched: torch.Tensor = self.unpack(self.packed).detach()
                 else:
-                    fetched = quiet(beyond_regions(self.unpack, self.packed).detach)
-                    fetched = quiet(lying_as, fetched, self.meta)
+                    fetched = untracked(beyond_regions(self.unpack, self.packed).detach)
+                    fetched = untracked(lying_as, fetched, self.meta)
                     numbered_again(fetched, self._known)
                 self._fetched, self._task = fetched, graph_task()
             return self._fetched

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import graph_task
-from remat.transforms.context import active, quiet
+from remat.transforms.context import active, untracked
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.residuals import bytes_of
 from remat.transforms.eager.saved import tables, users, watcher
@@ -52,13 +52,13 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     frame.freed = recorder.freed()
     frame.raw, frame.replaced = recorder.raw_writes(), but_unmet(recorder)
     wanted, needs = _needed(frame, recorder, outs)
-    if needs.whole and frame.late:
+    if needs.must_rerun and frame.late:
         frame.hold_late()  # a second run of the function is told of no more than the first
         wanted, needs = _needed(frame, recorder, outs)
     held = {at for i, at in frame.direct.items() if i not in frame.dead and i not in frame.hollow}
-    if (needs.whole or frame.whole) and frame.hold_whole():
+    if (needs.must_rerun or frame.whole) and frame.hold_whole():
         frame.residuals = None
-    elif needs.whole:
+    elif needs.must_rerun:
         # The function is to run again: hold all arguments, and what stands for ops that can be told again.
         if tape.loose:
             needs = Needs(tape, range(len(tape.nodes)), {})
@@ -127,7 +127,7 @@ def broken_off(frame: Any, recorder: Recorder, error: BaseException) -> None:
         # The user's exception goes on. Should a value be asked for after all, that raises.
         with contextlib.suppress(Exception):
             if isinstance(error, Exception) and id(error) != active.refused:
-                recorder.leave()
+                recorder.start_recording()
                 frame.tape = recorder.tape
                 settle(frame, recorder, None)
                 hold_kept(frame, recorder, None)
@@ -220,8 +220,8 @@ def _tell_numbers(kept: dict[int, Any], recorder: Recorder) -> None:
     """Say under which numbers the recordings around know what is kept, which hooks may give back early."""
     for at, value in kept.items():
         mode: Any = recorder
-        while at in mode.outer and mode.parent.records:
-            at, mode = mode.outer[at], mode.parent
+        while at in mode.op_in_parent and mode.parent.records:
+            at, mode = mode.op_in_parent[at], mode.parent
             if at >= len(nodes := mode.tape.nodes):
                 break
             for number, held in enumerate(flatten(value)[0], nodes[at].first):
@@ -272,13 +272,13 @@ def report_frame(frame: Any, recorder: Recorder) -> None:
     for snapshot in frame.snapshots.values():
         for tensor in snapshot.tensors():
             report(Kept("captured", tensor, name, -1))
-    for tensor in quiet(held_states, frame.random.values()):
+    for tensor in untracked(held_states, frame.random.values()):
         report(Kept("random", tensor, name, -1))
 
 
 def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:
     """Saved value `at`: as it still is, or made again from the part of the tape that there is."""
-    recorder.leave()
+    recorder.start_recording()
     recorder.tell_saved()
     frame.tape = tape = recorder.tape
     frame.direct = steady(tape.direct(), recorder)
@@ -294,13 +294,13 @@ def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:
     frame.region.cache.differentiates = True
     task = graph_task()
     if living is None and (task != frame.task or at not in frame.values):
-        active.quiet, before = True, active.quiet
+        active.untracked, before = True, active.untracked
         try:
             frame.values = _partly(frame, at, recorder)
         finally:
-            active.quiet = before
+            active.untracked = before
         frame.task = task
-    value = frame.values.pop(at) if living is None else quiet(living.detach)
+    value = frame.values.pop(at) if living is None else untracked(living.detach)
     recorder.bind(value, number)
     return value
 
@@ -310,11 +310,11 @@ def _partly(frame: Any, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
     tape = frame.tape
     wanted = [i for i in computed(frame) if i == at or frame.is_held(i)]
     needs = Needs(tape, tape.sources_of(wanted), recorder.kept)
-    if needs.whole:
+    if needs.must_rerun:
         raise RematError(
             f"region {frame.region.name!r} runs a backward pass inside, of values that no op has made "
-            f"({tape.open or 'a raw kernel fills uninitialized memory'}). Run that part of the function "
-            "outside of the region."
+            f"({tape.rerun_reason or 'a raw kernel fills uninitialized memory'}). Run that part of the "
+            "function outside of the region."
         )
     frame.random, frame.snapshots = recorder.random, recorder.snapshots
     program = Program(tape, needs, wanted)

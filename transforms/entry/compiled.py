@@ -37,7 +37,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.compat import compiler as aot_compiler
 from remat.transforms.compiled import CAPTURED, NAMED, GraphDedup, GraphLowering, dedup_key
-from remat.transforms.context import active, quiet
+from remat.transforms.context import active, untracked
 from remat.transforms.entry.dispatch import outermost, run
 from remat.transforms.functorch import Aliasing, Family, Prim, call
 from remat.transforms.intermediates import Handed, current, tap
@@ -272,7 +272,7 @@ class _TracedCall:
         operands = [*self.tensors, *(self.taps.offsets if self.taps else ())]
         made = call(Prim(self.body, self.family), operands)
         # A recomputation around is handed values apart that shared memory: it makes fewer views, or none.
-        results = iter(quiet(self.aliasing.rebuilt, made, operands))
+        results = iter(untracked(self.aliasing.rebuilt, made, operands))
         return tuple([next(results) if out is _TENSOR else out for out in self.outs])
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -64,11 +64,11 @@ from remat.transforms.context import (
     on_scratch,
     past_function_modes,
     planning,
-    quiet,
     recordings,
     run_innermost,
     scoped,
     selective_around,
+    untracked,
 )
 from remat.transforms.eager import (
     NOTHING_REVERSED,
@@ -259,7 +259,7 @@ def _leave_out(begun: Iterable[tuple[Any, int]]) -> None:
     """A run is broken off: recordings around know its ops, and run without them if they run again. `begun`:
     these, and how many ops they had before."""
     for mode, first in begun:
-        mode.leave()
+        mode.start_recording()
         for node in mode.tape.nodes[first:]:
             node.optional = True
 
@@ -377,7 +377,7 @@ def _dry_run(region: Region, args: Any, kwargs: Any, tensors: list[torch.Tensor]
     random = RandomState(tensors)
     try:
         with torch.no_grad(), planning(region.name):
-            quiet(run_transparently, region.function, args, kwargs)
+            untracked(run_transparently, region.function, args, kwargs)
     finally:
         random.restore()
 
@@ -452,7 +452,7 @@ class FlatCall:
         rebuilt = self.aliasing.rebuilt
         # No ops of the user's: a region around, whose two runs may come here by other ways, counts none.
         whole = self.family.world is None
-        outs = quiet(rebuilt, outs, given) if whole else rebuilt(outs, given)
+        outs = untracked(rebuilt, outs, given) if whole else rebuilt(outs, given)
         out, named, stored = outs[0], (), []
         if self.out_spec is not None:
             tree = unflatten(

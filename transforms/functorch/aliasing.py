@@ -24,7 +24,7 @@ from remat.transforms.compat import (
     unwrap_once,
     unwrapped,
 )
-from remat.transforms.context import enclosing, node_of, quiet
+from remat.transforms.context import enclosing, node_of, untracked
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.functorch.primitive import cut_off
 from remat.transforms.tape import Recorder, Replay
@@ -92,10 +92,10 @@ class Aliasing:
                 self._learn(results, operands)
             self._follow(results, present)
         if self.specs is None:
-            return tuple(results) or (quiet(torch.zeros, ()),)  # torch.func wants one
+            return tuple(results) or (untracked(torch.zeros, ()),)  # torch.func wants one
         own = [t for t, spec in zip(results, self.specs, strict=True) if spec is None]
         bases = [self._hidden_base(hidden, results) for hidden in self.hidden]
-        return (*own, *bases) or (quiet(torch.zeros, ()),)
+        return (*own, *bases) or (untracked(torch.zeros, ()),)
 
     def _follow(self, results: Tensors, present: Sequence[int] | None) -> None:
         """Note which values are returned, or find the same in a later run: one of the same ops may return
@@ -184,7 +184,7 @@ class Aliasing:
             if base is not None and base.shape == hidden.shape and (order := _order(base)) is not None:
                 if all(_spec(t, base, hidden.number, order) == spec for t, spec in group):
                     return base
-        return quiet(_gathered, group, hidden)
+        return untracked(_gathered, group, hidden)
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
@@ -232,7 +232,7 @@ def _spec(part: torch.Tensor, base: torch.Tensor, number: int, order: tuple[int,
 def _follows(part: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether autograd, at every level, has the one for a view of the other, derivatives and all: not so for
     what was detached, or looked at without gradients. (A dual number is a view of its primal.)"""
-    if in_forward_mode() and quiet(has_tangent, part) != quiet(has_tangent, whole):
+    if in_forward_mode() and untracked(has_tangent, part) != untracked(has_tangent, whole):
         return False
     while part.requires_grad == whole.requires_grad:
         # `whole` may be a leaf.

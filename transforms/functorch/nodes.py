@@ -36,7 +36,7 @@ from remat.transforms.compat import (
     unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.context import active, inside, quiet, ranks_met
+from remat.transforms.context import active, inside, ranks_met, untracked
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.functorch.primitive import (
     Carried,
@@ -78,9 +78,9 @@ def at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...
         # Below a level plain autograd records nothing there. The ops are those that run outside of inference
         # mode, in forward and pull-back alike.
         with torch.inference_mode(False), torch.no_grad():
-            return _run(prim, quiet(ordinary, operands, True))
+            return _run(prim, untracked(ordinary, operands, True))
     if any([t.is_inference() for t in operands]):
-        operands = quiet(ordinary, operands)
+        operands = untracked(ordinary, operands)
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
         return _bottom_node(prim, operands)
     return _run(prim, operands)
@@ -110,7 +110,7 @@ def _but_unread(prim: Prim, residuals: Residuals | None, operands: Tensors, outs
     given = list(operands)
     for i, (tensor, known) in enumerate(zip(operands[:count], tape.outside, strict=False)):
         if not tensor.is_leaf and known.root not in read and storage(tensor) not in leaving:
-            given[i] = quiet(tensor.detach)
+            given[i] = untracked(tensor.detach)
     return tuple(given)
 
 
@@ -190,10 +190,10 @@ def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
     if prim.pulls:
         return replace(prim, recorded=recorded), None
     residuals = Residuals()
-    masks, sinks = (*prim.masks, tuple(mask)), (*prim.sinks, residuals)
-    for sink in sinks:
-        sink.differentiated.update(*masks)
-    return replace(prim, recorded=recorded, sinks=sinks, masks=masks), residuals
+    masks, residual_slots = (*prim.masks, tuple(mask)), (*prim.residual_slots, residuals)
+    for slot in residual_slots:
+        slot.differentiated.update(*masks)
+    return replace(prim, recorded=recorded, residual_slots=residual_slots, masks=masks), residuals
 
 
 def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[Any]:
@@ -354,7 +354,7 @@ def _lowered(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, .
 
 def _forward(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a region's function; recorded, where a node above it will pull back."""
-    if prim.sinks:
+    if prim.residual_slots:
         compares = prim.dual and prim.family.region.compares_results(False)
         prim.family.results = Results(prim.family) if compares else None
         return _forward_recorded(prim, operands)
@@ -428,29 +428,29 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     # Of several levels that differentiate, each has its own graph: then all is needed.
     if watched and len(reaches) == 1 and reaches[0].differ:
         recorded.reach = reaches[0]
-    for sink in prim.sinks:
-        sink.recorded = recorded
+    for slot in prim.residual_slots:
+        slot.recorded = recorded
     if selector:
         selector.finished(tape)
     if active.listeners:
-        _report(recorded, prim.sinks[-1], operands)
+        _report(recorded, prim.residual_slots[-1], operands)
     if recorded.kept:
         recorder.offer_around(recorded.kept)
         recorded.kept.update(held_values(recorded.kept, region.name, [(t, t) for t in bottoms]))
     return outs
 
 
-def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
+def _report(recorded: Recorded, slot: Residuals, operands: Tensors) -> None:
     name = recorded.region.name
     for i, tensor in enumerate(operands):
-        if sink.needs(unwrapped(tensor)):
+        if slot.needs(unwrapped(tensor)):
             report(Kept("argument", tensor, name, i))
     for at, value in recorded.kept.items():
         node = recorded.tape.nodes[at]
         for tensor, away in held_tensors(value):
             why = "decision" if at in recorded.tape.decided else "policy"
             report(Kept(why, tensor, name, at, node.op, node.name, away))
-    for tensor in quiet(held_states, recorded.draws.values()):
+    for tensor in untracked(held_states, recorded.draws.values()):
         report(Kept("random", tensor, name, -1))
 
 

@@ -39,7 +39,7 @@ from remat.transforms.compat import (
     unwrap_if_dead,
     wrap_for_grad,
 )
-from remat.transforms.context import active, quiet, recomputing, scoped
+from remat.transforms.context import active, recomputing, scoped, untracked
 from remat.transforms.ops import memory_of, span, storage
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
@@ -111,7 +111,7 @@ class Prim:
             of a pull-back only where ops are compared (`_compares`).
         family: what it shares with its relatives.
         pulls: whether this is a pull-back, which recomputes.
-        sinks: forward only: where the recorded run leaves its residuals.
+        residual_slots: forward only: where the recorded run leaves its residuals.
         source: pull-back only: the residuals to use.
         own_level: pull-back only: the functorch level whose backward this is, or None.
         present: pull-back only: the results of the region that have a cotangent, or None for all.
@@ -127,7 +127,7 @@ class Prim:
     family: Family
     recorded: Body | None = None
     pulls: bool = False
-    sinks: tuple[Residuals, ...] = ()
+    residual_slots: tuple[Residuals, ...] = ()
     source: Residuals | None = None
     own_level: int | None = None
     present: tuple[int, ...] | None = None
@@ -426,7 +426,7 @@ def unchanged(operands: Tensors, but: Sequence[int], family: Family) -> Iterator
         carried = [i for i in before if _carries(operands[i])]
     for i in carried:
         if not is_wrapped(operands[i]) and operands[i].requires_grad:
-            quiet(operands[i].detach_)  # the user's own tensor
+            untracked(operands[i].detach_)  # the user's own tensor
     if carried:
         raise Carried(carried)
 
@@ -451,7 +451,7 @@ def writable(operands: Tensors, but: Sequence[int], family: Family) -> Iterator[
 
 
 def _carries(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad or (in_forward_mode() and quiet(has_tangent, tensor))
+    return tensor.requires_grad or (in_forward_mode() and untracked(has_tangent, tensor))
 
 
 def cut_off(tensor: torch.Tensor) -> bool:

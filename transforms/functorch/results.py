@@ -21,7 +21,7 @@ from remat.transforms.compat import (
     unwrap_batched,
     unwrap_for_grad,
 )
-from remat.transforms.context import quiet
+from remat.transforms.context import untracked
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.functorch.primitive import Family
 from remat.transforms.state import Print, alike, prints_of
@@ -45,7 +45,7 @@ class Results:
         """The function returns `outs`, under the levels at hand."""
         around = [number for number, kind, _ in levels() if kind == JVP][::-1]
         with torch.no_grad(), functions_as_they_are():
-            parts = quiet(_below, {(): outs}, around)
+            parts = untracked(_below, {(): outs}, around)
             found = {order: [_print(t) for t in tensors] for order, tensors in parts.items()}
         if self.before is None:
             self.before, self.levels = found, len(around)

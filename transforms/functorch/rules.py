@@ -33,7 +33,7 @@ from remat.transforms.compat import (
     unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.context import quiet
+from remat.transforms.context import untracked
 from remat.transforms.functorch.primitive import (
     Body,
     Carried,
@@ -64,8 +64,8 @@ def vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
             return call(prim, lowered)
     out_dims: list[Any] = []
     size = level.batch_size()
-    for sink in prim.sinks:
-        sink.apart.add(number)
+    for slot in prim.residual_slots:
+        slot.apart.add(number)
     # Each example may have drawn numbers of its own, which operands without a batch do not show.
     drawn = randomness == "different" and prim.source is not None and number in prim.source.apart
 
@@ -187,7 +187,7 @@ def hollow_operand(tensor: torch.Tensor) -> torch.Tensor:
 
     def empty(bottom: torch.Tensor) -> torch.Tensor:
         # A factory's result is wrapped by the level at hand.
-        made = unwrapped(quiet(hollow, metadata(bottom)))
+        made = unwrapped(untracked(hollow, metadata(bottom)))
         with functions_as_they_are():  # no region around has its function open this memory
             made.untyped_storage().resize_(0)
         return made

@@ -23,7 +23,7 @@ from remat.transforms.compat import (
     unwrap_batched,
     unwrap_for_grad,
 )
-from remat.transforms.context import active, quiet, scoped, unasked
+from remat.transforms.context import active, scoped, untracked, without_policy
 from remat.transforms.errors import RematError
 from remat.transforms.objects import is_tensor
 from remat.transforms.pytree import flatten, map_only, smooth, unflatten
@@ -103,7 +103,7 @@ class Given(Session):
         if not smooth(tensor):
             return tensor
         self.at += 1
-        return unasked(torch.add, tensor, raised(self.offsets[self.at - 1], self.depth))
+        return without_policy(torch.add, tensor, raised(self.offsets[self.at - 1], self.depth))
 
     def here(self, start: int) -> list[torch.Tensor]:
         """The offsets from `start` on that were used, at the present levels."""
@@ -137,7 +137,7 @@ class Perturbations(Given):
     def _offset(self, leaf: Any) -> Any:
         if not smooth(leaf):
             return None if is_tensor(leaf) else leaf
-        own = lifted(leaf, self.depth, lambda tensor: quiet(self.make, tensor))
+        own = lifted(leaf, self.depth, lambda tensor: untracked(self.make, tensor))
         self.offsets.append(own)
         return own
 
@@ -270,7 +270,7 @@ class Handed:
                 for name, example in named:
                     # All that becomes of it is an offset of its shape, at the session's level.
                     kind = {"dtype": example.dtype, "device": example.device}
-                    with scoped(quiet=True):
+                    with scoped(untracked=True):
                         session.give(name, torch.empty(example.shape, **kind))
                 self.offsets += session.here(start)
                 self.counts.append((session.wanted, session.at - start))
@@ -299,8 +299,8 @@ def lifted(tensor: torch.Tensor, depth: int, then: Callable[[torch.Tensor], Any]
     (inner, dim), size = unwrap_batched(tensor, level.level()), level.batch_size()
     with level.lower():
         if dim is None:
-            return lifted(quiet(inner.expand, size, *inner.shape), depth, then)
-        return lifted(quiet(inner.movedim, dim, 0), depth, then)
+            return lifted(untracked(inner.expand, size, *inner.shape), depth, then)
+        return lifted(untracked(inner.movedim, dim, 0), depth, then)
 
 
 def raised(tensor: torch.Tensor, depth: int) -> torch.Tensor:

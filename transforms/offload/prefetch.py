@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from remat.transforms.compat import at_backward_end, graph_task
-from remat.transforms.context import quiet
+from remat.transforms.context import untracked
 from remat.transforms.offload.transfer import Away, Parcel, away_in
 
 # -- the order of forwards ----------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Store:
     @contextlib.contextmanager
     def fetched(self, needed: Container[int] | None) -> Iterator[None]:
         """Around a recomputation that takes what is kept of these ops, None for all."""
-        quiet(self.begin, needed)
+        untracked(self.begin, needed)
         try:
             yield
         finally:

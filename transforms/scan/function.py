@@ -30,7 +30,7 @@ from remat.transforms.compat import (
     outside_inference,
     top_hooks,
 )
-from remat.transforms.context import active, quiet
+from remat.transforms.context import active, untracked
 from remat.transforms.offload import lane
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.scan.backward import Captured, pull_back, saved_by
@@ -104,12 +104,12 @@ class _Recorded(torch.autograd.Function):
         if in_transform() or (outside_inference() and not made_there):
             return super().apply(*args)
         if outside_inference():
-            return super().apply(*quiet(ordinary, args))
+            return super().apply(*untracked(ordinary, args))
         # Below a level of torch.func that is in inference mode no op is recorded; a Function would be, and
         # cannot save what was made there. Its ops are those that run outside, as in a pull-back, so Functions
         # inside, for which torch turns grad mode on, are given what requires no gradient.
         with torch.inference_mode(False), torch.no_grad():
-            return super().apply(*quiet(ordinary, args, True))
+            return super().apply(*untracked(ordinary, args, True))
 
 
 class _Scan(_Recorded):

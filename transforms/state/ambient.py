@@ -28,7 +28,7 @@ from remat.transforms.compat import (
     traced_as_it_runs,
     unwrapped,
 )
-from remat.transforms.context import active, quiet
+from remat.transforms.context import active, untracked
 from remat.transforms.errors import RematError
 from remat.transforms.objects import is_tensor
 from remat.transforms.ops import tensors_in
@@ -138,7 +138,7 @@ _NOTHING = contextlib.nullcontext()
 def first_draw(call: Callable[..., Any], native: bool, args: Any, kwargs: Any) -> tuple[GeneratorState, Any]:
     """Run an op that draws, `native` for one of torch; the state that it has drawn from, and its result."""
     with _drawing if native else _NOTHING:
-        state = quiet(state_before, args, kwargs)
+        state = untracked(state_before, args, kwargs)
         state.native = native
         out = call(*args, **kwargs)
         if type(state.state) is CompactState:
@@ -178,7 +178,7 @@ class GeneratorState:
         """Have an op of a recomputation draw what it drew, from the generator that it is given."""
         refuse_traced_draws(region)
         with _drawing if self.native else _NOTHING:
-            quiet(self.restore, kwargs.get("generator"))
+            untracked(self.restore, kwargs.get("generator"))
             return call(*args, **kwargs)
 
     def now(self, of: ReadState) -> GeneratorState:

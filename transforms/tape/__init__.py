@@ -1,12 +1,15 @@
 """The ops of a region's forward: recorded, or held against an earlier tape; what of them runs again."""
 
-from remat.transforms.tape.guard import (
-    GuardMode,  # a recorder that expects the ops of an earlier tape
+from remat.transforms.tape.follower import (
+    TraceFollower,  # a recorder that expects the ops of an earlier tape
 )
 from remat.transforms.tape.holders import (
     holders,  # who holds tensors from outside, by weak references
     holds,  # note one of them
     noticing,  # not empty once fused steps are watched
+)
+from remat.transforms.tape.kept_values import (
+    KeptValues,  # the part of a recorder that keeps values
 )
 from remat.transforms.tape.observers import (
     Kept,  # one tensor that a region keeps from its forward to its backward
@@ -62,7 +65,4 @@ from remat.transforms.tape.tape import (
 from remat.transforms.tape.template import (
     Ref,  # stands for a value in the template of a call
     refs_in,  # the numbers in a template
-)
-from remat.transforms.tape.verdicts import (
-    Verdicts,  # the part of a recorder that keeps values
 )

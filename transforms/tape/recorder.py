@@ -1,7 +1,7 @@
 """Writing down the ops of a region's forward, and keeping what a policy says.
 
 A dispatch mode sees aten ops below autograd and below functorch, so that one recorder serves plain autograd
-and `torch.func` at any depth. `guard.GuardMode` is one that expects the ops of an earlier tape.
+and `torch.func` at any depth. `follower.TraceFollower` is one that expects the ops of an earlier tape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from remat.transforms.compat import (
     top_hooks,
     unwrapped,
 )
-from remat.transforms.context import active, on_scratch, quiet, scratch_around
+from remat.transforms.context import active, on_scratch, scratch_around, untracked
 from remat.transforms.errors import RematError, user_line, user_place
 from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import (
@@ -48,6 +48,7 @@ from remat.transforms.ops import (
 from remat.transforms.placeholders import Meta, without_objects
 from remat.transforms.sharded import wraps
 from remat.transforms.state import GeneratorState, first_draw
+from remat.transforms.tape.kept_values import OWN_DRAWS, KeptValues
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import (
     RECOMPUTE,
@@ -62,7 +63,6 @@ from remat.transforms.tape.tape import (
 )
 from remat.transforms.tape.template import Ref
 from remat.transforms.tape.unseen import Contents, memory_around, reads
-from remat.transforms.tape.verdicts import OWN_DRAWS, Verdicts
 
 _as_strided, _copy = torch.ops.aten.as_strided.default, torch.ops.aten.copy_.default
 # What stands in a template as it is, and means the same in another call.
@@ -70,7 +70,7 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 _PLAIN += (torch.memory_format,)
 
 
-class Recorder(Verdicts):
+class Recorder(KeptValues):
     """Writes down the ops of a region and keeps what its selector says.
 
     Args:
@@ -91,7 +91,7 @@ class Recorder(Verdicts):
         snapshots: memories from outside as they were before the region wrote to them.
         shown: memories from outside that user code has looked at itself, as they were then.
         moved: memories from outside that torch.distributed frees and fills.
-        outer: for every op its number on the tape of the region around, if there is one.
+        op_in_parent: for every op its number on the tape of the region around, if there is one.
         watching: the second of the saved-tensor hooks that tell what is saved; None where nobody asks.
         hooked: whether an op ran under others, whose values nobody is told.
         graded_written: the arguments with derivatives that the function was about to write to.
@@ -130,7 +130,7 @@ class Recorder(Verdicts):
         self.kept: dict[int, Any] = {}
         self.random: dict[int, GeneratorState] = {}
         self.snapshots, self.shown = dict[int, Snapshot](), dict[int, Snapshot]()
-        self.outer, self.moved, self.sizes = dict[int, int](), set[int](), dict[int, int]()
+        self.op_in_parent, self.moved, self.sizes = dict[int, int](), set[int](), dict[int, int]()
         self.kept_bytes = 0  # of what is kept on its device
         self.lies = dict[int, str]()
         self._numbers = ValueNumbering()
@@ -158,7 +158,7 @@ class Recorder(Verdicts):
             with functions_as_they_are():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
-        if active.quiet:
+        if active.untracked:
             return func(*args, **kwargs)
         if types and self.takes_apart(types, args):
             return NotImplemented
@@ -196,21 +196,21 @@ class Recorder(Verdicts):
             return out  # around `first`
         if not isinstance(out, torch.Tensor) or first is None or out is first:
             if func is torch.ops.aten._has_same_storage_numel.default and not self.tape.loose:
-                self.leave()
+                self.start_recording()
                 self.tape.loose = True
             return out
         if out.is_meta and not first.is_meta:
             return out  # its shape, for tangents known to be zero
         if func is torch.ops.aten._new_zeros_with_same_feature_meta.default or out.dtype != first.dtype:
             # Memory of its own, which a tangent is then copied into.
-            self.leave()
+            self.start_recording()
             self.tape.loose = self.tape.loose or out.dtype == first.dtype
             self._add(
                 func, facts, (self._template(args), self._template(kwargs)), args, kwargs, out, optional=True
             )
             return out
         if number is None:
-            self.leave()
+            self.start_recording()
             number = self.number(first)
         self._numbers.add(out, number)
         return out
@@ -262,12 +262,14 @@ class Recorder(Verdicts):
         if facts.collective:
             node.args, node.outs = without_objects(node.args), without_objects(node.outs)
             tape.groups |= groups_in(func, args)
-            tape.open = tape.open or f"it calls {func}, which acts outside of this process"
+            tape.rerun_reason = tape.rerun_reason or f"it calls {func}, which acts outside of this process"
             tape.sharded = tape.sharded or not node.graded
         if facts.asks_grad:
-            tape.open = tape.open or f"it calls {func}, which computes less where nothing requires grad"
+            tape.rerun_reason = (
+                tape.rerun_reason or f"it calls {func}, which computes less where nothing requires grad"
+            )
         if facts.higher_order:
-            tape.open = tape.open or f"it calls {func}, an operator on functions"
+            tape.rerun_reason = tape.rerun_reason or f"it calls {func}, an operator on functions"
         node.written = tuple(map(self.root, self._written(facts, args, kwargs))) if facts.writes else ()
         if node.written:
             node.overwrites = tuple([i for root in node.written for i in self._kept_in.get(root, ())])
@@ -277,7 +279,7 @@ class Recorder(Verdicts):
             tape.packed = [(n, i + (i == at and tape.root_of(n) in node.written)) for n, i in tape.packed]
         for root in node.written:
             tape.last_write[root] = at
-            if root in self.contents and not quiet(self.contents[root].written):
+            if root in self.contents and not untracked(self.contents[root].written):
                 del self.contents[root]
         if facts.uninitialized:
             self._watch(at, out)
@@ -288,7 +290,7 @@ class Recorder(Verdicts):
             self._remember(memory_of(tensor), node.root, number, tensor)
         # (Views of what nothing has filled are no numbers either: dropout under torch.func draws for such.)
         if self.digest is not None and not self._is_unfilled(at, node, facts):
-            node.digest = quiet(self.digest, out)
+            node.digest = untracked(self.digest, out)
         self._decide(at, node, facts, args, kwargs, out)
         return at
 
@@ -301,7 +303,7 @@ class Recorder(Verdicts):
     def _decide(self, at: int, node: Node, facts: Traits, args: Any, kwargs: Any, out: Any) -> None:
         # What an op wrote in place is handed to its caller by reference, so it cannot be kept in its stead.
         asked = not facts.writes or facts.conditional is not None
-        if self.selector is not None and asked and not active.unasked and not node.optional:
+        if self.selector is not None and asked and not active.without_policy and not node.optional:
             self.judge(at, self.selector.decide(at, node, args, kwargs, out), out)
         if facts.name in OWN_DRAWS and facts.native:
             self.keep_own_draws(at, facts, args, out)
@@ -309,7 +311,7 @@ class Recorder(Verdicts):
             given = (t.numel() for t in tensors_in((args, kwargs)))
             read = read_by(node, self.tape)
             decides = self.decisions.meets(at, node, facts, read, bool(node.verdict), given)
-            if decides and not active.unasked:
+            if decides and not active.without_policy:
                 self.tape.decided.add(at)
                 self.judge(at, SAVE, out)
 
@@ -356,7 +358,7 @@ class Recorder(Verdicts):
 
             traceback.print_stack(limit=12)
             print(base, geometry(tensor))
-            self.tape.open = self.tape.open or "it looks at memory as another dtype, unseen"
+            self.tape.rerun_reason = self.tape.rerun_reason or "it looks at memory as another dtype, unseen"
             return self._from_outside(tensor)
         there = list(tensor.shape), list(tensor.stride()), int(offset)
         template = (Ref(number), *there), {}
@@ -384,7 +386,7 @@ class Recorder(Verdicts):
         self.tape.outside.append(Outside(metadata(tensor), root))
         if on_scratch() and (now := scratch_around(storage(tensor))):
             # A run of the region around has a copy, where views of it lie, and may write to it later.
-            self.snapshots.setdefault(root, quiet(now.copy))
+            self.snapshots.setdefault(root, untracked(now.copy))
             if now.place is not None:
                 self._remember(now.place, root, number, tensor)
         self._remember(memory, root, number, tensor)
@@ -439,7 +441,7 @@ class Recorder(Verdicts):
             if root >= 0:
                 self._copy_kept(self._kept_in.get(root, ()))
             elif (places := self._differentiated(root)) and self.levels:
-                self.tape.open = self.tape.open or "it writes a derivative into an argument"
+                self.tape.rerun_reason = self.tape.rerun_reason or "it writes a derivative into an argument"
             elif places:
                 self.graded_written = places
                 raise RematError(self._refusal(func, tensor))
@@ -464,7 +466,9 @@ class Recorder(Verdicts):
 
     def _snapshot(self, root: int, facts: Traits, args: Any) -> None:
         """Hold memory from outside as it is before the region writes to it, for the recomputation."""
-        self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root], self._is_unread(root, facts, args))
+        self.snapshots[root] = untracked(
+            Snapshot, self.outside[-1 - root], self._is_unread(root, facts, args)
+        )
 
     def _is_unread(self, root: int, facts: Traits, args: Any) -> bool:
         """Whether a memory from outside is about to be written over as a whole, and nobody has read it."""
@@ -502,7 +506,7 @@ class Recorder(Verdicts):
             found[root] = Freed(first, before if first else None)
             self.snapshots.pop(root, None)
         if found:
-            self.tape.open = self.tape.open or "memory from outside is freed or filled in it"
+            self.tape.rerun_reason = self.tape.rerun_reason or "memory from outside is freed or filled in it"
         return found
 
     def _is_filled_first(self, root: int) -> bool:
@@ -516,11 +520,11 @@ class Recorder(Verdicts):
         found = []
         for root, before in self.shown.items():
             tensor = self.outside[-1 - root]
-            if root in but or not quiet(before.differs, tensor):
+            if root in but or not untracked(before.differs, tensor):
                 continue
             if self._differentiated(root):
                 raise RematError(self._refusal("a raw kernel or NumPy", tensor))
-            self.tape.open = self.tape.open or "raw memory from outside is written to"
+            self.tape.rerun_reason = self.tape.rerun_reason or "raw memory from outside is written to"
             # The function runs again, on that memory itself: there is no scratch copy that it could find.
             self.snapshots.pop(root, None)
             found.append((tensor.detach(), before))
@@ -535,7 +539,7 @@ class Recorder(Verdicts):
                 set_data(tensor, before)
         for root, before in {**self.snapshots, **self.shown}.items():
             tensor = self.outside[-1 - root]
-            if root in self.snapshots or quiet(before.differs, tensor):
+            if root in self.snapshots or untracked(before.differs, tensor):
                 before.undo(tensor)
 
     def _copy_kept(self, kept: Iterable[int]) -> None:
@@ -543,7 +547,7 @@ class Recorder(Verdicts):
         for i in kept:
             value = self.kept.get(i)
             if value is not None:
-                self.kept[i] = quiet(map_tensors, _copied, value)
+                self.kept[i] = untracked(map_tensors, _copied, value)
                 for away in away_in(value):
                     away.parcel.wait()
 
@@ -555,14 +559,14 @@ class Recorder(Verdicts):
             return
         if (root := self.root(bottom)) >= 0:
             self.tape.cacheable = False
-            if root not in self.tape.exposed and not self._watch(root, bottom, shown=True):
-                self.tape.exposed.add(root)
+            if root not in self.tape.raw_accessed and not self._watch(root, bottom, shown=True):
+                self.tape.raw_accessed.add(root)
             return
         if (memory := memory_of(bottom)) is not None:
             self.sizes.setdefault(root, memory.nbytes())
         if bottom.is_cpu and root not in self.shown:
             # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
-            self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
+            self.shown[root] = self.snapshots.get(root) or untracked(Snapshot, self.outside[-1 - root])
 
     def _watch(self, root: int, tensor: torch.Tensor, shown: bool = False) -> bool:
         """Whether the memory of op `root`, which others may fill past torch, is small enough to be held."""
@@ -580,25 +584,25 @@ class Recorder(Verdicts):
         filled = not traits(node.op).uninitialized
         if filled:
             self._copy_kept(self._kept_in.get(root, ()))
-        self.contents[root] = quiet(Contents, memory, filled, shown)
+        self.contents[root] = untracked(Contents, memory, filled, shown)
         return True
 
     def _tell(self, root: int) -> None:
         """Note what others have filled a memory with: as an op that copies it from a tensor from outside."""
         tape, known = self.tape, self.contents[root]
         node = tape.nodes[root]
-        if (memory := quiet(known.now)) is None:
+        if (memory := untracked(known.now)) is None:
             return
         shape, stride, dtype, _ = node.outs
         self._room -= memory.nbytes()
         if self._room < 0 or memory.nbytes() != math.prod(shape) * dtype.itemsize:
             # Ops do not tell it: whoever needs it has the function run again.
             del self.contents[root]
-            tape.exposed.add(root)
+            tape.raw_accessed.add(root)
             tape.cacheable = False
             return
-        told, held = known.known is not None, quiet(memory.clone)
-        there, now = (quiet(_around, m, dtype, shape, stride) for m in (memory, held))
+        told, held = known.known is not None, untracked(memory.clone)
+        there, now = (untracked(_around, m, dtype, shape, stride) for m in (memory, held))
         template = Ref(node.first), Ref(self.number(now))
         self._copy_kept(self._kept_in.get(root, ()))
         at = self._add(_copy, traits(_copy), (template, {}), (there, now), {}, there, optional=True)
@@ -617,7 +621,7 @@ class Recorder(Verdicts):
         """User code is about to give `tensor` other memory."""
         number = self._numbers.of(tensor)
         if number is not None and number >= 0:
-            self.tape.exposed.add(self.tape.root_of(number))
+            self.tape.raw_accessed.add(self.tape.root_of(number))
         elif all(tensor is not known.tensor for known in self.replaced):
             at = None if number is None else -1 - number
             met = at is not None or self._known(memory_of(tensor)) is not None
@@ -641,7 +645,7 @@ class Recorder(Verdicts):
         if state is not None:
             self.random[at] = getattr(mode, "random", {}).get(place, state)  # a run around has set it since
         if place >= around and all(node.optional for node in mode.tape.nodes[around:place]):
-            self.outer[at] = place
+            self.op_in_parent[at] = place
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Meet `tensor` for the first time if it is met again."""

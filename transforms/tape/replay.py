@@ -17,7 +17,7 @@ import torch
 
 from remat.transforms.closure import of_captured
 from remat.transforms.compat import function_modes_asked, memory_is_real
-from remat.transforms.context import Mode, active, past_function_modes, quiet
+from remat.transforms.context import Mode, active, past_function_modes, untracked
 from remat.transforms.errors import RematError, not_repeated, written
 from remat.transforms.ops import (
     Operands,
@@ -102,7 +102,7 @@ class Replay(Mode):
         self.check, self.digest, self.casts = check, digest, casts
         self.at = 0
         self.done = False
-        copies = {id(snapshot): quiet(snapshot.copy) for _, snapshot in snapshots}
+        copies = {id(snapshot): untracked(snapshot.copy) for _, snapshot in snapshots}
         # Memory from outside that the forward wrote to, by its storage: the outside sees a write once.
         self.scratch = {key: copies[id(snapshot)] for key, snapshot in snapshots}
 
@@ -115,11 +115,11 @@ class Replay(Mode):
             with past_function_modes():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
-        if types and not active.quiet and self.takes_apart(types, args):
+        if types and not active.untracked and self.takes_apart(types, args):
             return NotImplemented
         facts = traits(func)
         over = self.done or self.astray
-        if active.quiet or facts.ignored or over or (self.casts and is_cast_of_leaf(func, args)):
+        if active.untracked or facts.ignored or over or (self.casts and is_cast_of_leaf(func, args)):
             return func(*args, **kwargs)
         if not self.tape.meta and is_shape_arithmetic(args, kwargs):
             return func(*args, **kwargs)
@@ -175,7 +175,9 @@ class Replay(Mode):
         # later ops look at that.
         if action == SKIP and not facts.view and not facts.looked_at:
             self.skipped = True
-            return next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(stand_in, node.outs)
+            return (
+                next(iter(targets(facts, args, kwargs))) if facts.inplace else untracked(stand_in, node.outs)
+            )
         return self._run(at, node, facts, func, args, kwargs)
 
     def _fills(self, call: Any, facts: Traits) -> bool:
@@ -236,17 +238,17 @@ class Replay(Mode):
         made = without_objects(metadata(out)) if facts.collective else metadata(out)
         if self.check and not alike(made, node.outs):
             raise self._differs(at, f"{func} made {node.outs} in the forward and now makes {made}")
-        if node.digest is not None and self.digest is not None and quiet(self.digest, out) != node.digest:
+        if node.digest is not None and self.digest is not None and untracked(self.digest, out) != node.digest:
             raise self._differs(at, f"{func} gave other numbers than in the forward, bit for bit")
         return out
 
     def _hand_out(self, at: int) -> Any:
-        return quiet(handed_out, self.kept[at], at in self.needs.copied)
+        return untracked(handed_out, self.kept[at], at in self.needs.copied)
 
     def _on_scratch(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             scratch = self.scratch.get(storage(value))
-            return value if scratch is None else quiet(scratch.view, value)
+            return value if scratch is None else untracked(scratch.view, value)
         if isinstance(value, (tuple, list)):
             return type(value)([self._on_scratch(v) for v in value])
         if isinstance(value, dict):
@@ -290,7 +292,7 @@ class Recorded:
             recorder.share_around()
         kept = {} if tape.loose else recorder.kept
         given = let_go(recorder)
-        if packed is not None and not tape.open:
+        if packed is not None and not tape.rerun_reason:
             wanted = {made for made, _ in packed} | _must_run(tape)
             needs = Needs(tape, wanted, kept)
             if stored := _stored(recorder, needs, outs):
@@ -299,7 +301,7 @@ class Recorded:
             needs = Needs(tape, everything, kept)
         if any(given[at].ref() is None for at in needs.outside if at >= tape.arguments):
             # Made inside, by something that is no op: what it read is unknown.
-            tape.open = tape.open or "it reads a tensor that no op has made"
+            tape.rerun_reason = tape.rerun_reason or "it reads a tensor that no op has made"
             needs = Needs(tape, everything, kept)
         self.needs = needs
         # The operands that the function writes to.
@@ -311,7 +313,7 @@ class Recorded:
         self.absent = may_be_absent(recorder, outs)
         self.kept = {at: value for at, value in kept.items() if needs.live.get(at) is False}
         self.storages: set[int] | None = None  # of the operands that are read again; None for all
-        if packed is not None and not needs.whole:
+        if packed is not None and not needs.must_rerun:
             self.storages = saved.union([given[at].storage for at in needs.outside])
         read = set(needs.outside)
         if packed is None:
@@ -334,7 +336,7 @@ class Recorded:
         if self.storages is None and self.kept and (sound := but_written(self.kept, self.tape)) is not None:
             # The caller has written to a result that is kept. All operands are there: its op runs again.
             return Needs(self.tape, range(len(self.tape.nodes)), sound)
-        if self.reach is None or present is None or self.needs.whole:
+        if self.reach is None or present is None or self.needs.must_rerun:
             return self.needs
         idle = self.reach.idle_without(present)
         if not idle:
@@ -404,7 +406,7 @@ class Recorded:
         living = ((at, one.there()) for at, one in given.items() if at >= tape.arguments)
         outside = {at: tensor for at, tensor in living if tensor is not None}
         return Operands(
-            tape, operands[: tape.arguments], outside.get, written, functools.partial(quiet, same_numbers)
+            tape, operands[: tape.arguments], outside.get, written, functools.partial(untracked, same_numbers)
         )
 
 
@@ -434,7 +436,7 @@ def _must_run(tape: Tape) -> set[int]:
         for i, node in enumerate(tape.nodes)
         if (node.outs is not None and not metas(node.outs) and not node.written)
         or traits(node.op).saves_unwritten
-        or node.root in tape.exposed
+        or node.root in tape.raw_accessed
         or any(stride is None for _, stride, *_ in metas(node.outs))
     }
 

@@ -19,7 +19,7 @@ from remat.transforms.compat import (
     set_version,
     version_kept,
 )
-from remat.transforms.context import active, beyond_regions, numbered, numbered_again, packed_by, quiet
+from remat.transforms.context import active, beyond_regions, numbered, numbered_again, packed_by, untracked
 from remat.transforms.errors import RematError, written
 from remat.transforms.offload import Elsewhere, Store, away_in
 from remat.transforms.ops import (
@@ -59,7 +59,7 @@ class Held(Elsewhere):
 
     def __init__(self, tensor: torch.Tensor, region: str, hooks: Any, watched: Any = None) -> None:
         # No op of a region around: it would meet an alias that no op of its own has made.
-        plain = quiet(tensor.detach)
+        plain = untracked(tensor.detach)
         self.region, self.hooks = region, hooks
         self.takers, self._left, self._task = 1, 0, -1
         self._fetched: torch.Tensor | None = None
@@ -67,7 +67,7 @@ class Held(Elsewhere):
         self.watched: Any = None
         if hooks is None or hands_out(self.packed, plain):
             # What is made below autograd, as by a recorder, has a version of its own.
-            self.watched = plain if watched is None else quiet(watched.detach)
+            self.watched = plain if watched is None else untracked(watched.detach)
             self.version = version_of(self.watched)
         self.known = () if hooks is None else numbered(tensor)
         self.meta = None if hooks is None else metadata(plain)
@@ -90,7 +90,7 @@ class Held(Elsewhere):
         value, task = self._fetched, graph_task()
         if value is None or task == -1 or task != self._task:
             with autograd_again():
-                value = quiet(lying_as, beyond_regions(self.hooks[1], self.packed), self.meta)
+                value = untracked(lying_as, beyond_regions(self.hooks[1], self.packed), self.meta)
             numbered_again(value, self.known)
             self._task, self._left = task, self.takers
         self._left -= 1
@@ -229,11 +229,11 @@ class Snapshot:
         """The same by an op, which regions around count as one of theirs: the memory is written to again."""
         if self.size is not None:
             return
-        memory, whole = memory_of(tensor), quiet(tensor.detach)
+        memory, whole = memory_of(tensor), untracked(tensor.detach)
         if memory is not None and self.memory is not None:
             size = memory.nbytes() // tensor.element_size()
-            whole = quiet(torch.as_strided, whole, (size,), (1,), 0)
-        whole.copy_(quiet(self.view, whole))
+            whole = untracked(torch.as_strided, whole, (size,), (1,), 0)
+        whole.copy_(untracked(self.view, whole))
 
     def view(self, like: torch.Tensor) -> torch.Tensor:
         """What `like`, a tensor in the memory that was copied, was."""
@@ -267,11 +267,11 @@ class WriteNotes(StrayWatch):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None:
-            self.random.append(quiet(state_before, args, kwargs))
+            self.random.append(untracked(state_before, args, kwargs))
         for tensor in targets(traits(func), args, kwargs):
             key = storage(tensor)
             if key not in self.before and self._is_outside(tensor, key):
-                self.before[key] = tensor, quiet(Snapshot, tensor)
+                self.before[key] = tensor, untracked(Snapshot, tensor)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _is_outside(self, tensor: torch.Tensor, key: int) -> bool:
@@ -345,7 +345,7 @@ def lent(pairs: Iterable[tuple[torch.Tensor, Snapshot]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for tensor, before in pairs:
             stack.enter_context(version_kept(tensor))
-            stack.callback(quiet, quiet(Snapshot, tensor).put_back, tensor)
-            quiet(before.put_back, tensor)
+            stack.callback(untracked, untracked(Snapshot, tensor).put_back, tensor)
+            untracked(before.put_back, tensor)
             set_version(tensor, before.version)
         yield

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.context import quiet
+from remat.transforms.context import untracked
 from remat.transforms.ops import traits
 from remat.transforms.placeholders import without_data
 from remat.transforms.tape.tape import Node, Tape
@@ -30,10 +30,10 @@ def show_so_far(selector: Any, tape: Tape, owner: Owner) -> None:
     for i, node in enumerate(tape.nodes):
         facts, node.name = traits(node.op), None
         if (not facts.writes or facts.conditional is not None) and not node.optional:
-            selector.decide(i, node, *quiet(_described, tape, node))
+            selector.decide(i, node, *untracked(_described, tape, node))
         for number, name in names.get(i, ()):
             node.name = name
-            selector.name(past, i, quiet(without_data, tape.meta_of(number)), name)
+            selector.name(past, i, untracked(without_data, tape.meta_of(number)), name)
 
 
 def _described(tape: Tape, node: Node) -> tuple[Any, Any, Any]:

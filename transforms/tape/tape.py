@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.closure import holds_tensors
-from remat.transforms.context import node_of, quiet
+from remat.transforms.context import node_of, untracked
 from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import (
     Traits,
@@ -102,8 +102,8 @@ class Tape:
         names: (value, name) for every `checkpoint_name`, in order.
         inner: the ops of regions inside this one.
         last_write: the last op that wrote to a memory.
-        exposed: memories made inside that user code has looked at itself: what lies there is unknown.
-        open: why the ops do not tell all that was computed, None where they do.
+        raw_accessed: memories made inside that user code has looked at itself: what lies there is unknown.
+        rerun_reason: why the ops do not tell all that was computed, None where they do.
         loose: forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that
             differ between the passes. Where user code runs again, its ops cannot be compared.
         scanned: a scan runs inside.
@@ -131,13 +131,13 @@ class Tape:
         self.names: list[tuple[int, str]] = []
         self.inner: list[tuple[int, int]] = []
         self.last_write: dict[int, int] = {}
-        self.exposed: set[int] = set()
+        self.raw_accessed: set[int] = set()
         self.decided: set[int] = set()
         self.lent: set[int] = set()
         self.offered: set[int] = set()
         self.groups: set[str] = set()
         self.bookkeeping: set[int] = set()
-        self.open: str | None = None
+        self.rerun_reason: str | None = None
         self.loose = self.scanned = self.sharded = self.meta = self.sized_by_data = False
         self.writes_arguments = False
         self.cacheable = True  # whether another forward may be held against it
@@ -198,7 +198,7 @@ class Tape:
         made.outside, made.checks = [], None
         made.packed, made.owners = self.packed[:packed], self.owners[:packed]
         made.names, made.inner = self.names[:names], [pair for pair in self.inner if pair[1] <= count]
-        made.exposed, made.decided = set(self.exposed), {i for i in self.decided if i < count}
+        made.raw_accessed, made.decided = set(self.raw_accessed), {i for i in self.decided if i < count}
         made.last_write = {root: i for i, node in enumerate(made.nodes) for root in node.written}
         return made
 
@@ -239,19 +239,19 @@ class Needs:
         actions: RUN, KEPT or SKIP for every op.
         copied: ops whose kept results the recomputation overwrites, so that it needs copies.
         outside: positions of the tensors from outside that it reads.
-        whole: whether user code must run, as a whole.
+        must_rerun: whether user code must run, as a whole.
     """
 
-    __slots__ = ("actions", "copied", "live", "outside", "whole")
+    __slots__ = ("actions", "copied", "live", "outside", "must_rerun")
 
     def __init__(self, tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> None:
         nodes = tape.nodes
         self.live = live = _reach(tape, wanted, kept)
         unseen = any(live.values()) and _fills_unseen(tape, live)
         # A raw kernel may have written to memory that user code has looked at.
-        exposed = bool(tape.exposed) and any(nodes[i].root in tape.exposed for i in live)
-        self.whole = tape.open is not None or unseen or exposed
-        if self.whole:
+        raw_accessed = bool(tape.raw_accessed) and any(nodes[i].root in tape.raw_accessed for i in live)
+        self.must_rerun = tape.rerun_reason is not None or unseen or raw_accessed
+        if self.must_rerun:
             self.live = live = {i: not _handed_out(tape, i, kept) for i in range(len(nodes))}
         written = {root for i, runs in live.items() if runs for root in nodes[i].written}
         self.actions = [SKIP] * len(nodes)
@@ -274,7 +274,7 @@ def _handed_out(tape: Tape, i: int, kept: Mapping[int, Any]) -> bool:
     return (
         i in kept
         and (node.root >= 0 or any(True for _ in away_in(kept[i])))
-        and node.root not in tape.exposed
+        and node.root not in tape.raw_accessed
         and (node.root == i or tape.last_write.get(node.root, -1) <= i)
     )
 
@@ -374,7 +374,7 @@ def let_go(recorder: Any) -> list[Given]:
     for at, (t, known) in enumerate(zip(recorder.outside, tape.outside, strict=True)):
         memory, before = memory_of(t), recorder.snapshots.get(known.root)
         small = type(t) is torch.Tensor and memory is not None and 0 < t.nbytes <= SMALL
-        alias = quiet(t.detach) if small and at >= tape.arguments and not t.requires_grad else None
+        alias = untracked(t.detach) if small and at >= tape.arguments and not t.requires_grad else None
         there = weakref.ref(memory or t)
         given.append(Given(weakref.ref(t), there, version_of(t), storage(t), before, alias))
     recorder.outside = []

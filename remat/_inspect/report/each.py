@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from remat._api import checkpoint_policy, remat
-from remat._forced import under_policy
 from remat._inspect.report.measure import Measured, measure
+from remat._overrides import under_policy
 from remat.policies import (
     Policy,
     PolicyLike,

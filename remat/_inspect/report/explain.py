@@ -11,7 +11,6 @@ from typing import Any
 
 from remat import debug
 from remat._core import format_bytes, joined_keywords, keywords_apart, warn_user
-from remat._forced import policies_by
 from remat._inspect.report.causes import Witness, causes, taken_apart
 from remat._inspect.report.cockpit import save_cockpit
 from remat._inspect.report.each import each_of
@@ -20,6 +19,7 @@ from remat._inspect.report.records import cockpit_record, explanation_record, sa
 from remat._inspect.report.tables import Page, Shown, Table
 from remat._inspect.report.watch import KINDS, PASSES, TRANSFER
 from remat._inspect.residuals import Residual, Residuals
+from remat._overrides import policies_by
 from remat.policies import Policy, PolicyLike, as_policy
 
 _WHOLE, _LITTLE = 0.9, 0.02

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from remat._api import remat
-from remat._forced import traced_under
+from remat._overrides import traced_under
 from remat.cli.cards import show
 from remat.cli.checked import writable
 from remat.cli.models import FAMILIES

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat._forced import standing_for
+from remat._overrides import standing_for
 from remat.plan.calls.cache import graph_of
 from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat._forced import standing_for
+from remat._overrides import standing_for
 from remat.plan.calls.alike import Met
 from remat.plan.graph import Graph
 from remat.plan.joint import Apart, Joint

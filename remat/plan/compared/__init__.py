@@ -1,7 +1,7 @@
 """What plans are compared with: the ready policies, torch's plans, and the clock."""
 
 from remat.plan.compared.ready import (
-    READY,  # the ready policies, by the names that reports give them
+    BUILT_IN_POLICIES,  # the ready policies, by the names that reports give them
     ready,  # what each of them would keep
     saved_by,  # what one policy would keep
 )

@@ -18,7 +18,7 @@ from remat.policies import (
 )
 from remat.transforms import map_only
 
-READY: dict[str, Policy] = {
+BUILT_IN_POLICIES: dict[str, Policy] = {
     "save_nothing": save_nothing,
     "save_attention": save_attention,
     "save_matmuls": save_matmuls,
@@ -33,7 +33,7 @@ def ready(graph: Graph, problem: Problem) -> list[tuple[str, set[int]]]:
     """What each of them keeps, by name: for `solve(candidates=...)`. No price changes it."""
 
     def found() -> list[tuple[str, set[int]]]:
-        return [(name, saved_by(policy, graph, problem)) for name, policy in READY.items()]
+        return [(name, saved_by(policy, graph, problem)) for name, policy in BUILT_IN_POLICIES.items()]
 
     return graph.solved.made("ready", found)
 

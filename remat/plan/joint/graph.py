@@ -29,10 +29,10 @@ from remat.transforms import (
     memory_of,
     of_a_look,
     on_wrappers,
-    quiet,
     traits,
     tree_leaves,
     unflatten,
+    untracked,
     user_line,
     wraps,
 )
@@ -227,7 +227,7 @@ class JointRecorder(DispatchMode):
             with functions_as_they_are():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
-        if active.quiet:
+        if active.untracked:
             return func(*args, **kwargs)
         if on_wrappers(types):
             self._meet(args, kwargs)
@@ -438,7 +438,7 @@ def differentiated(
     wanted = [t for t in leaves.values() if t.requires_grad and t.is_leaf]
     if active and wanted:
         # No op of this graph makes them.
-        tangents = quiet(cotangents or _empty_like, active)
+        tangents = untracked(cotangents or _empty_like, active)
         for tangent in tangents:
             recorder.add(tangent, "tangent")
         found = torch.autograd.grad(active, wanted, tangents, allow_unused=True)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from remat._core import isolated
 from remat._torch import nothing_gathered
 from remat.plan.joint.fused import kernel_of_target
-from remat.transforms import ADDRESSES, RematError, flatten, is_tensor, quiet, unflatten
+from remat.transforms import ADDRESSES, RematError, flatten, is_tensor, unflatten, untracked
 from remat.transforms.closure import trial
 from remat.transforms.compat import (
     autocasting,
@@ -130,7 +130,7 @@ def stood_in(stand_ins: StandIns) -> Iterator[None]:
     # What is in the cache of an autocast around stays there until that ends.
     torch.set_autocast_cache_enabled(caching and not autocasting())
     try:
-        with isolated(stand_ins.on_top), stand_ins.mode, stand_ins, nothing_gathered(quiet):
+        with isolated(stand_ins.on_top), stand_ins.mode, stand_ins, nothing_gathered(untracked):
             yield
     finally:
         torch.set_autocast_cache_enabled(caching)

@@ -38,7 +38,7 @@ class Known(Protocol):
         """Be told of a forward that was recorded, and whether a plan fitted it."""
 
 
-class Walk:
+class PlanCursor:
     """How far one forward has come: on which plan, at which of its positions, with what kept."""
 
     def __init__(self, plan: Plan | None) -> None:
@@ -62,7 +62,7 @@ class Walk:
 
     def turn(self, plan: Plan) -> bool:
         """Whether all that was met is what another plan begins with; that is followed from here on then."""
-        other = Walk(plan)
+        other = PlanCursor(plan)
         if not all(other.follow(*op) for op in self.met):
             return False
         self.plan, self.at, self.switched = plan, other.at, True
@@ -96,9 +96,9 @@ class Following(Policy):
     counts = planned = True
 
     @functools.cached_property
-    def walk(self) -> Walk:
+    def walk(self) -> PlanCursor:
         """Where the forward at hand is."""
-        return Walk(self.plans[0] if self.plans else None)
+        return PlanCursor(self.plans[0] if self.plans else None)
 
     @property
     def asks_again(self) -> bool:  # type: ignore[override]

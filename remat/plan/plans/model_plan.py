@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from remat._core import format_bytes, warn_user
-from remat._forced import forced
+from remat._overrides import overrides
 from remat.plan.plans.plan import Plan
 from remat.transforms import RematError
 from remat.transforms.compat import in_transform, is_tracing
@@ -126,7 +126,12 @@ class ModelPlan:
                 "others than those planned for may have kept their values. Plan the model anew for this "
                 "call, or call the function itself, whose regions have budgets of their own."
             )
-        if not self._traced[0] and not in_transform() and forced.choose is None and forced.stand is None:
+        if (
+            not self._traced[0]
+            and not in_transform()
+            and overrides.choose is None
+            and overrides.stand is None
+        ):
             warn_user(
                 f"None of the {len(self.regions)} planned regions was called, so the plan did "
                 "nothing. Plan the model anew for this call."

@@ -33,7 +33,7 @@ def speed_of(link: str | float) -> float:
     )
 
 
-class Sending(Policy):
+class OffloadingPlan(Policy):
     """A plan carried out, some of whose values are kept on the host."""
 
     counts = planned = True
@@ -70,4 +70,4 @@ def carried(plans: Sequence[Plan], known: Known | None = None) -> Policy:
     """The policy that carries plans out, those that send values to the host included."""
     following = carried_out(plans, known)
     sent = {id(plan): frozenset(plan.sent) for plan in plans if plan.sent}
-    return Sending(following, sent) if sent else following
+    return OffloadingPlan(following, sent) if sent else following

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import above_all, live_with_graph, stands_on
-from remat.transforms.context import active, quiet, scoped
+from remat.transforms.context import active, scoped, untracked
 from remat.transforms.entry import run_transparently
 from remat.transforms.errors import RematError
 from remat.transforms.offload import pinned_for, to_host
@@ -95,7 +95,7 @@ class Opaque:
         found = torch.ops.remat.scan_forward.default(entry.key, list(flat))
         if scan.taped and entry.tape is None:
             # A region around that repeats its forward has handed out what the op returned there.
-            quiet(torch.ops.remat.scan_forward.default, entry.key, list(flat))
+            untracked(torch.ops.remat.scan_forward.default, entry.key, list(flat))
         return found
 
     def pull(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import below_levels
-from remat.transforms.context import Mode, active, quiet
+from remat.transforms.context import Mode, active, untracked
 from remat.transforms.offload import INPUT, send
 from remat.transforms.ops import Traits, metas, tensors_in
 from remat.transforms.placeholders import Meta
@@ -20,14 +20,14 @@ from remat.transforms.tape.tape import OFFLOAD, RECOMPUTE, SAVE, Node, ValueNumb
 OWN_DRAWS = {"_cudnn_rnn": (11, 12), "miopen_rnn": (9, 10)}
 
 
-class Verdicts(Mode):
+class KeptValues(Mode):
     """The part of a recorder that keeps values (see `recorder.Recorder`)."""
 
     make_selector: Callable[[], Any] | None
     selector: Any
     kept: dict[int, Any]
     kept_bytes: int
-    outer: dict[int, int]
+    op_in_parent: dict[int, int]
     lies: dict[int, str]  # for reports, how the wrappers lie whose local tensors these values are
     _kept_in: dict[int, list[int]]  # the ops of which something is kept, by the memory that it lies in
     _numbers: ValueNumbering
@@ -65,7 +65,7 @@ class Verdicts(Mode):
     def other_memory(self, tensor: Any, number: int | None) -> Any:
         """A tensor that was given the memory of a storage: who reads it finds out what it looks at."""
         if number is None or number < 0:
-            self.tape.open = self.tape.open or "it gives a tensor from outside other memory"
+            self.tape.rerun_reason = self.tape.rerun_reason or "it gives a tensor from outside other memory"
         self.forget(tensor)
         return tensor
 
@@ -75,11 +75,11 @@ class Verdicts(Mode):
     def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
         """What is kept of an op's results under this verdict; other regions keep some, too."""
         if verdict != OFFLOAD:
-            return quiet(map_tensors, torch.Tensor.detach, out)
+            return untracked(map_tensors, torch.Tensor.detach, out)
         # Of memory that was written to since, what was sent is out of date.
         fresh = node.root < 0 or node.root == at or node.root in self.tape.last_write
         root = None if fresh else self.kept.get(node.root)
-        return quiet(map_tensors, lambda tensor: send(tensor, root, node.name == INPUT), out)
+        return untracked(map_tensors, lambda tensor: send(tensor, root, node.name == INPUT), out)
 
     def shared(self, ops: Iterable[int]) -> list[torch.Tensor]:
         """The results of these ops that somebody else has, too, and may write to."""
@@ -109,7 +109,7 @@ class Verdicts(Mode):
         if verdict != RECOMPUTE and isinstance(node.outs, Meta):
             shape, stride = node.outs[:2]
             same = value.shape == shape and value.stride() == stride
-            self.judge(at, verdict, value if same else quiet(torch.as_strided, value, shape, stride, 0))
+            self.judge(at, verdict, value if same else untracked(torch.as_strided, value, shape, stride, 0))
         elif verdict != RECOMPUTE and (number := self._numbers.of(value)) is not None and number >= 0:
             # The op's other results are gone: what the name speaks of is kept alone.
             self.judge(self.tape.makers[number], verdict, value)
@@ -140,7 +140,7 @@ class Verdicts(Mode):
             around.append(mode)
         if not any(getattr(mode, "kept", None) for mode in around):
             return
-        for at, there in self.outer.items():
+        for at, there in self.op_in_parent.items():
             if at in self.kept or self.tape.nodes[at].written:
                 continue
             place: int | None = there
@@ -151,15 +151,15 @@ class Verdicts(Mode):
                     mode.tape.lent.add(place)
                     self.tape.cacheable = False
                     break
-                place = getattr(mode, "outer", {}).get(place)
+                place = getattr(mode, "op_in_parent", {}).get(place)
 
     def offer_around(self, kept: Mapping[int, Any]) -> None:
         """What this region keeps is not computed again by any region around it."""
         for at, value in kept.items():
             mode: Any = self
             op = self.tape.nodes[at].op
-            while at in mode.outer and mode.parent.records and not mode.apart:
-                at, mode = mode.outer[at], mode.parent
+            while at in mode.op_in_parent and mode.parent.records and not mode.apart:
+                at, mode = mode.op_in_parent[at], mode.parent
                 mode.offer(at, value, op)
 
     def offer(self, at: int, value: Any, op: Any) -> None:

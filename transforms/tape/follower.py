@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.compat import DispatchMode, function_modes_asked, functions_as_they_are, is_strided
-from remat.transforms.context import active, quiet
+from remat.transforms.context import active, untracked
 from remat.transforms.ops import (
     Decisions,
     is_shape_arithmetic,
@@ -53,7 +53,7 @@ def _gone() -> None:
     """Stands for the weak reference to a tensor that is not there."""
 
 
-class GuardMode(Recorder):
+class TraceFollower(Recorder):
     """Expects the ops of `expected`, and keeps what was kept of them; records from the first other one on.
 
     Args:
@@ -70,8 +70,8 @@ class GuardMode(Recorder):
     __slots__ = (
         "_entered", "_kept_in", "_keys", "_memory", "_places", "_table", "_writes", "alive", "at", "casts",
         "checks", "contents", "decisions", "digest", "expected", "expected_kept", "held", "keeps_decisions",
-        "kept", "kept_bytes", "leaving", "make_selector", "moved", "named", "outer", "outside", "packs",
-        "random", "selector", "shown", "sizes", "snapshots", "tape", "there",
+        "kept", "kept_bytes", "leaving", "make_selector", "moved", "named", "op_in_parent", "outside",
+        "packs", "random", "selector", "shown", "sizes", "snapshots", "tape", "there",
     )  # fmt: skip
 
     def __init__(
@@ -96,7 +96,7 @@ class GuardMode(Recorder):
         self.keeps_decisions, self.decisions, self.leaving = decisions, None, leaving
         self.at = self.packs = self.named = 0
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
-        self.shown, self.outer, self._memory, self._places, self._kept_in = {}, {}, {}, {}, {}
+        self.shown, self.op_in_parent, self._memory, self._places, self._kept_in = {}, {}, {}, {}, {}
         self.selector, self.digest, self.kept_bytes, self.moved = None, None, 0, set()
         self.sizes, self.contents = {}, {}
         self.checks = expected.checks or _prepared(expected)
@@ -142,7 +142,7 @@ class GuardMode(Recorder):
         if function_modes_asked():  # an op of C++: the user's modes know nothing of it
             with functions_as_they_are():
                 return self.__torch_dispatch__(func, types, args, kwargs)
-        if active.quiet:
+        if active.untracked:
             return func(*args, **kwargs) if kwargs else func(*args)
         if types and self.takes_apart(types, args):
             return NotImplemented
@@ -173,7 +173,7 @@ class GuardMode(Recorder):
         facts = traits(func)
         if facts.ignored or (not expected.meta and is_shape_arithmetic(args, kwargs)):
             return self._pass(func, facts, args, kwargs or {})
-        self.leave()
+        self.start_recording()
         return self._record(func, facts, args, kwargs or {})
 
     # -- comparing -------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class GuardMode(Recorder):
         if self.expects(tensor):
             assert self.expected is not None
             return self.expected.packed[self.packs - 1][0]
-        self.leave()
+        self.start_recording()
         return super().pack(tensor, owner)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
@@ -345,7 +345,7 @@ class GuardMode(Recorder):
             if self.named < len(expected.names) and expected.names[self.named] == (number, name):
                 self.named += 1
                 return
-            self.leave()
+            self.start_recording()
         super().name(tensor, name)
 
     def offer(self, at: int, value: Any, op: Any) -> None:
@@ -356,27 +356,27 @@ class GuardMode(Recorder):
                 if at in self.expected_kept and at not in self.kept:
                     self.kept[at] = value
                 return
-            self.leave()
+            self.start_recording()
         super().offer(at, value, op)
 
     def expose(self, tensor: torch.Tensor, moved: bool = False) -> None:
-        self.leave()
+        self.start_recording()
         super().expose(tensor, moved)
 
     def bind(self, tensor: torch.Tensor, number: int) -> None:
-        self.leave()
+        self.start_recording()
         super().bind(tensor, number)
 
     # -- leaving ---------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
+    def start_recording(self) -> None:
         """Go on recording: the forward is not the one on the tape."""
         expected, count = self.expected, self.at
         if expected is None:
             return
         living = list(self._numbers.living())
         self.expected = None
-        quiet(self.leaving)
+        untracked(self.leaving)
         tape = expected.prefix(count, self.packs, self.named)
         # How values lie may be what made it leave the tape, and who shares memory may not have been asked.
         keys = [place(tensor) for tensor in self.outside]

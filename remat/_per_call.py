@@ -15,7 +15,7 @@ from remat.transforms.region import Region
 _MOST = 32
 
 
-class ByCall:
+class PerCallRegion:
     """A region whose policy is another one for some calls.
 
     Args:

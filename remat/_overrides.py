@@ -18,23 +18,23 @@ Choose = Callable[[str, Policy, tuple[Any, ...], dict[str, Any]], Policy]
 Stand = Callable[[Callable[..., Any], Policy, tuple[Any, ...], dict[str, Any]], "tuple[Any] | None"]
 
 
-class Forced(threading.local):
+class Overrides(threading.local):
     choose: Choose | None = None
     stand: Stand | None = None
     traced: Policy | None = None
 
 
-forced = Forced()
+overrides = Overrides()
 
 
 @contextlib.contextmanager
 def _meanwhile(what: str, value: Any) -> Generator[None]:
-    before = getattr(forced, what)
-    setattr(forced, what, value)
+    before = getattr(overrides, what)
+    setattr(overrides, what, value)
     try:
         yield
     finally:
-        setattr(forced, what, before)
+        setattr(overrides, what, before)
 
 
 def under_policy(policy: Policy) -> AbstractContextManager[None]:
