@@ -88,7 +88,7 @@ class PolicyAC(ActivationCheckpointing):
 def _ready(name: str) -> Policy:
     if "*" in name or "::" in name:
         return policies.save_modules(name)
-    found = getattr(policies, name, None) or getattr(presets, name.removeprefix("presets."), None)
+    found = getattr(policies, name, getattr(presets, name.removeprefix("presets."), None))
     if isinstance(found, Policy):
         return found
     ready = [key for key, value in vars(policies).items() if isinstance(value, Policy)]
