@@ -42,16 +42,26 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(_HERE), os.path.realpath(_HERE))
 # What `remat sweep` trains: its ops are shown as those of a user's model are.
 _MODELS = os.path.join(os.path.dirname(_HERE), "cli", "models", "")
+_MODULES = os.path.join(os.path.dirname(torch.__file__), "nn", "modules", "")
 
 
 def user_place() -> str | None:
-    """`file:line (function)` of the innermost frame that belongs to neither torch nor this library."""
-    frame = sys._getframe(1)
+    """`file:line (function)` of the innermost frame that belongs to neither torch nor this library.
+
+    Where there is none, as for a model of torch's own modules on the command line: that of torch's module.
+    """
+    frame, within = sys._getframe(1), None
     while frame is not None:
         if is_user_frame(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+            return _place(frame)
+        if within is None and frame.f_code.co_filename.startswith(_MODULES):
+            within = frame
         frame = frame.f_back
-    return None
+    return None if within is None else _place(within)
+
+
+def _place(frame: Any) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def user_line() -> str:

@@ -6,6 +6,8 @@ import csv
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +323,15 @@ def test_the_page_of_one_policy_has_a_slider(tmp_path, monkeypatch, capsys, poli
     assert main([*line, "--html", "one.html", "--no-frontier"]) == 0
     assert "save_everything" not in re.findall(r'"label": ?"([^"]*)"', (tmp_path / "one.html").read_text())
     capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_ops_of_torchs_own_modules_have_its_line(tmp_path):
+    text = "from torch import nn\n\nnet = nn.Sequential(nn.Linear(8, 8), nn.GELU())\n"
+    (tmp_path / "torchs_net.py").write_text(text)
+    line = [sys.executable, "-m", "remat", "explain", "torchs_net:net", "--input", "4x8"]
+    ran = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "aten.addmm at linear.py:" in ran.stdout and "unknown line" not in ran.stdout
 
 
 def test_progress_is_seen_in_a_pipe(capsys):
