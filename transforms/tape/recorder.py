@@ -354,10 +354,6 @@ class Recorder(KeptValues):
             return number
         self.tape.cacheable = False
         if base[0] is not tensor.dtype or base[1] != tensor.is_conj() or tensor.is_neg():
-            import traceback
-
-            traceback.print_stack(limit=12)
-            print(base, geometry(tensor))
             self.tape.rerun_reason = self.tape.rerun_reason or "it looks at memory as another dtype, unseen"
             return self._from_outside(tensor)
         there = list(tensor.shape), list(tensor.stride()), int(offset)
