@@ -37,9 +37,10 @@ def linear_cross_entropy(
     """`F.cross_entropy(F.linear(hidden, weight, bias), targets)`, the logits of one tile of tokens at a time.
 
     A loss that is reduced, and that plain autograd differentiates, makes its gradients in the forward: three
-    products a tile, as without tiles. Its backward multiplies them by one number. Elsewhere a tile's logits
-    are made again in the backward, and the loss composes as `tiled` does: `create_graph=True`, `torch.func`,
-    forward mode, per-sample gradients, regions around it, one op each way in compiled graphs.
+    products a tile, as without tiles. Its backward multiplies them by one number. Elsewhere (and in float16,
+    where gradients that are not scaled yet would be lost) a tile's logits are made again in the backward, and
+    the loss composes as `tiled` does: `create_graph=True`, `torch.func`, forward mode, per-sample gradients,
+    regions around it, one op each way in compiled graphs.
 
     Args:
         hidden: [..., width], float. Under autocast it is cast, as `F.linear` would.
@@ -59,7 +60,7 @@ def linear_cross_entropy(
 
     Raises:
         RematError: (also a `ValueError`) shapes that do not fit, an unknown reduction, options out of range.
-        RematError: (also a `TypeError`) operands that are no tensors, targets that are no integers.
+        RematError: (also a `TypeError`) operands that are no tensors of floats, targets that are no integers.
 
     Example:
         >>> import torch
@@ -78,9 +79,10 @@ def linear_cross_entropy(
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(kind), weight.to(kind)
-        bias = None if bias is None else bias.to(kind)
-    rows, own = hidden.flatten(0, -2) if hidden.dim() != 1 else hidden[None], targets.flatten()
+        hidden, weight = _cast(hidden, kind), _cast(weight, kind)
+        bias = None if bias is None else _cast(bias, kind)
+    # In a byte an `ignore_index` of -100 would be class 156.
+    rows, own = hidden.flatten(0, -2) if hidden.dim() != 1 else hidden[None], targets.flatten().long()
     operands = [t for t in (rows, weight, bias) if t is not None]
     with torch.autocast(device, enabled=False):
         if own.numel() and _plain(operands):
@@ -88,6 +90,11 @@ def linear_cross_entropy(
         else:
             made = loss.tiled(rows, weight, bias, own)
     return made.view(targets.shape) if reduction == "none" else made
+
+
+def _cast(operand: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """An operand as autocast casts it: float64 stays."""
+    return operand if operand.dtype == torch.float64 else operand.to(kind)
 
 
 def _check_shapes(hidden: Any, weight: Any, targets: Any, bias: Any) -> None:
@@ -100,6 +107,10 @@ def _check_shapes(hidden: Any, weight: Any, targets: Any, bias: Any) -> None:
             "For probabilities write F.cross_entropy in remat.tiled."
         )
     shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}"
+    if not (hidden.is_floating_point() and weight.is_floating_point()):
+        raise WrongType(
+            f"linear_cross_entropy: hidden is {hidden.dtype} and weight {weight.dtype}; both must be floats."
+        )
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1:] != weight.shape[1:]:
         raise WrongValue(f"linear_cross_entropy: {shapes}: hidden is [..., width], weight [classes, width].")
     if hidden.shape[:-1] != targets.shape:
@@ -113,6 +124,8 @@ def _plain(operands: Sequence[torch.Tensor]) -> bool:
     if torch.compiler.is_compiling() or in_transform() or traced_as_it_runs() or recordings():
         return False
     if any(map(wraps, operands)):  # by placements, which products into given memory do not have
+        return False
+    if operands[0].dtype == torch.float16:  # whose gradients need their scale, which the backward is given
         return False
     graded = torch.is_grad_enabled() and any([t.requires_grad for t in operands])
     return graded and not forward_ad_active(operands)
@@ -143,8 +156,8 @@ class _Loss(NamedTuple):
 
     def counted(self, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The factor of each token's loss."""
-        there = (targets != self.ignore_index).to(dtype)
-        return there / there.sum() if self.reduction == "mean" else there
+        there = targets != self.ignore_index
+        return there / there.sum(dtype=dtype).clamp(min=1) if self.reduction == "mean" else there.to(dtype)
 
     def tiled(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
@@ -156,7 +169,7 @@ class _Loss(NamedTuple):
             logits = logits if logits.dtype == torch.float64 else logits.float()
             if self.cap is not None:
                 logits = self.cap * torch.tanh(logits / self.cap)
-            own = torch.where(targets == self.ignore_index, 0, targets).long()
+            own = torch.where(targets == self.ignore_index, 0, targets)
             total = logits.logsumexp(-1)
             loss = total - (1 - self.smoothing) * logits.gather(-1, own.unsqueeze(-1)).squeeze(-1)
             if self.smoothing:
@@ -175,11 +188,15 @@ class _Loss(NamedTuple):
             losses = tiles((hidden, filled), {})[:count]
         else:
             losses = each(hidden, targets)
-        factors = self.counted(targets, losses.dtype)
-        losses = torch.where(targets == self.ignore_index, 0.0, losses)
+        return self.reduced(losses, targets)
+
+    def reduced(self, losses: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The losses of tokens as they are returned: not a number for a mean over none, as in torch."""
+        there = targets != self.ignore_index
+        losses = torch.where(there, losses, 0.0)
         if self.reduction == "none":
             return losses
-        return losses.sum() if self.reduction == "sum" else losses.sum() / (factors != 0).sum()
+        return losses.sum() if self.reduction == "sum" else losses.sum() / there.sum()
 
     def by_hand(
         self,
@@ -202,7 +219,7 @@ class _Loss(NamedTuple):
             stop = min(start + size, count)
             h, factor = hidden[start:stop], factors[start:stop, None]
             own = targets[start:stop, None]
-            own = torch.where(own == self.ignore_index, 0, own).long()
+            own = torch.where(own == self.ignore_index, 0, own)
             logits = room[: stop - start]
             if bias is None:
                 torch.mm(h, weight.mT, out=logits)
@@ -261,9 +278,9 @@ class _Forward(torch.autograd.Function):
         factors = loss.counted(targets, dtype)
         if loss.reduction == "none":
             losses, _ = loss.by_hand(hidden, weight, bias, targets, factors, [False] * 3)
-            return torch.where(factors == 0, 0.0, losses)
+            return loss.reduced(losses, targets)
         losses, ctx.made = loss.by_hand(hidden, weight, bias, targets, factors, needs)
-        return losses.mul_(factors).sum()
+        return loss.reduced(losses, targets)
 
     @staticmethod
     def backward(ctx: Any, *cts: torch.Tensor) -> tuple[Any, ...]:

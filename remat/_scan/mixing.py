@@ -11,6 +11,7 @@ import torch
 from remat.transforms import RematError, flatten, is_tensor, smooth, traits, user_line
 from remat.transforms.compat import DispatchMode, unwrapped
 
+Rows = list[torch.Tensor]
 Span = tuple[int, int]  # the first token, and the first one that is not part of it
 
 
@@ -40,43 +41,75 @@ class _Ops(DispatchMode):
         return out
 
 
-def check_tokens(name: str, run: Callable[[int, int], Any], tokens: int) -> None:
+def check_tokens(
+    name: str, run: Callable[[Rows], Any], part: Callable[[int, int], Rows], tokens: int
+) -> bool:
     """Raise if a function gives other results for some tokens alone than for a slice around them.
 
     Args:
-        run: (start, stop) -> the results for these tokens.
+        part: (start, stop) -> these tokens, of which `run` is the function.
         tokens: how many there are; at most six are looked at.
+
+    Returns:
+        Whether the numbers tell: tokens that are zero, or like their neighbours, hide what mixes them.
     """
     size = min(tokens, 6)
-    at = (size // 3, size - size // 3)  # tokens before and after them
+    spans = [(size // 3, size - size // 3)] if size > 2 else [(0, 1), (1, 2)]
+    starts = (0, (tokens - size) // 2, tokens - size)
     with torch.no_grad():
-        with _Ops(None, size, at) as whole:
-            expected = run(0, size)
-        with _Ops(whole, size, at) as alone:
-            found = run(*at)
-    pairs = list(zip(flatten(expected)[0], flatten(found)[0], strict=False))
-    if all(_same(unwrapped(a), unwrapped(b), size, at) is not False for a, b in pairs if smooth(a)):
+        start = next((s for s in starts if all([_told(part, s, size, at) for at in spans])), None)
+        for at in spans:
+            _compare(name, lambda span: run(part((start or 0) + span[0], (start or 0) + span[1])), size, at)
+    return start is not None
+
+
+def _told(part: Callable[[int, int], Rows], start: int, size: int, at: Span) -> bool:
+    """Whether the tokens at the sides of a span are not zero, and not those at its ends."""
+    sides = [(at[0] - 1, at[0]), (at[1], at[1] - 1)]
+    pairs = [[part(start + i, start + i + 1) for i in side] for side in sides if 0 <= side[0] < size]
+    return all(
+        any([bool(unwrapped((a != b) & (a != 0)).any()) for a, b in zip(*pair, strict=True)])
+        for pair in pairs
+    )
+
+
+def _compare(name: str, run: Callable[[Span], Any], size: int, at: Span) -> None:
+    with _Ops(None, size, at) as whole:
+        expected = run((0, size))
+    with _Ops(whole, size, at) as alone:
+        found = run(at)
+    pairs = [(a, b) for a, b in zip(flatten(expected)[0], flatten(found)[0], strict=False) if is_tensor(a)]
+    if all(_same(unwrapped(a), unwrapped(b), size, at) is not False for a, b in pairs):
         return
-    where = "it"
-    for (func, outs, line), (other, mine, _) in zip(whole.ran, alone.ran, strict=False):
-        pairs = [(a, b) for a, b in zip(outs, mine, strict=False) if smooth(a)]
-        if func is not other or any(_same(a, b, size, at) is False for a, b in pairs):
-            where = f"{func}, at {line},"
-            break
+    # Integers may count tokens (positions) and be right until floats read them.
+    ran = list(zip(whole.ran, alone.ran, strict=False))
+    first = next(filter(None, [_where(ran, size, at, kind) for kind in (smooth, is_tensor)]), "it")
     raise RematError(
-        f"{name}: {where} mixes tokens. {at[1] - at[0]} tokens alone have other results than in a slice of "
+        f"{name}: {first} mixes tokens. {at[1] - at[0]} tokens alone have other results than in a slice of "
         f"{size}, so tiles would give other numbers than the whole. Take into the function what acts token "
         "by token alone, and hand what it reads of other tokens over by keyword."
     )
+
+
+def _where(ran: list[Any], size: int, at: Span, kind: Callable[[Any], bool]) -> str | None:
+    """The first op with other results of this kind, and its line."""
+    for (func, outs, line), (other, mine, _) in ran:
+        pairs = [(a, b) for a, b in zip(outs, mine, strict=False) if kind(a)]
+        if func is not other or any(_same(a, b, size, at) is False for a, b in pairs):
+            return f"{func}, at {line},"
+    return None
 
 
 def _same(whole: torch.Tensor, part: torch.Tensor, size: int, at: Span) -> bool | None:
     """Whether results for some tokens are those of the slice; None where shapes do not tell."""
     known = None
     for own in _of_tokens(whole, part, size, at):
-        tolerance = torch.finfo(part.dtype).eps ** 0.5
-        most = own.abs().max() if own.numel() else 0.0
-        known = bool(((own - part).abs() <= tolerance * (most + own.abs())).logical_or(own != own).all())
+        if smooth(part):
+            near = torch.finfo(part.dtype).eps ** 0.5
+            most = float(own.abs().nan_to_num(0.0, 0.0).max()) if own.numel() else 0.0
+            known = bool(torch.isclose(part, own, near, near * most, equal_nan=True).all())
+        else:
+            known = torch.equal(part, own)
         if known:
             break
     return known

@@ -71,8 +71,8 @@ def tiled(
         A function of the same arguments and results.
 
     Raises:
-        RematError: `fn` mixes tokens. The first call compares a tile with a slice of the whole, and names the
-            op. Results that have no row for each token.
+        RematError: `fn` mixes tokens. The first call (of each mode, flags and division of arguments) compares
+            a tile with a slice of the whole, and names the op. Results that have no row for each token.
         RematError: (also a `ValueError`) both `tiles` and `peak`, a peak that not even tiles of one token
             meet, a `dim` that an argument does not have, arguments with unlike numbers of tokens.
         RematError: (also a `TypeError`) positional arguments without a tensor, a `fn` that cannot be called.
@@ -147,10 +147,14 @@ class Tiled:
         if tokens == 0:
             return apply(rows)
         count = min(tokens, self._count(rows, dims, tokens, apply, part))
-        if not (self.checked or dims[0] in self.known) and count > 1 and _comparable(rows):
-            with isolating(apply, rows), trial():
-                beyond_regions(check_tokens, self.name, lambda at, to: apply(part(at, to)), tokens)
-            self.known[dims[0]] = True
+        if not self.checked and count > 1 and _comparable(rows):
+            # Another mode, flag or division of the arguments is another function.
+            modes = [m.training for m in fn.modules()] if isinstance(fn, torch.nn.Module) else []
+            flags = [v for v in flatten((shared, kwargs))[0] if v is None or isinstance(v, bool | str)]
+            key = spec, *at, *dims, *modes, *kwargs, *flags
+            if not self.known.get(key):
+                with isolating(apply, rows), trial():
+                    self.known[key] = beyond_regions(check_tokens, self.name, apply, part, tokens)
         size = -(-tokens // count)
         whole = tokens // size
         ends = [whole * size, tokens % size]
@@ -261,7 +265,7 @@ class Tiled:
 
 # Tokens of a tile of what has one number for each.
 _TOKENS = 4096
-# By module, dimensions of its arguments along which it acts token by token, and tiles by peak and shapes.
+# By module, of which calls it is known that it acts token by token, and tiles by peak and shapes.
 _known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 

@@ -157,9 +157,49 @@ def test_shapes_of_one_token_of_none_and_of_all_ignored():
     assert linear_cross_entropy(hidden[0, :0], weight, nothing, reduction="none").shape == (0,)
     assert linear_cross_entropy(hidden[0, :0], weight, nothing, reduction="sum") == 0
     ignored = torch.full((5,), -100)
-    assert linear_cross_entropy(hidden[0], weight, ignored).isnan()  # as in torch
-    total = linear_cross_entropy(hidden[0], weight, ignored, reduction="sum")
-    assert total == 0 and not torch.autograd.grad(total, weight)[0].any()
+    loss = linear_cross_entropy(hidden[0], weight, ignored)
+    assert loss.isnan() and not any(g.any() for g in torch.autograd.grad(loss, leaves))  # as in torch
+    made = jvp(lambda w: linear_cross_entropy(hidden[0], w, ignored), (weight,), (weight,))
+    assert made[0].isnan() and made[1].isnan()
+
+
+def test_a_byte_holds_the_class_that_minus_100_would_be():
+    hidden, weight = (torch.randn(n, 4, dtype=torch.float64).requires_grad_() for n in (3, 200))
+    targets = torch.tensor([156, 3, 156])
+    ours, theirs = linear_cross_entropy(hidden, weight, targets.byte()), whole(hidden, weight, targets)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(t, [hidden, weight]) for t in (ours, theirs)))
+
+
+def test_the_loss_of_an_ignored_token_is_zero_where_its_logits_are_no_numbers():
+    (hidden, weight), targets = operands(bias=False)
+    hidden = hidden.detach().index_fill(1, torch.tensor(1), torch.nan).requires_grad_()
+    targets[:, 1] = -100
+    for reduction in ("mean", "sum"):
+        ours = linear_cross_entropy(hidden, weight, targets, reduction=reduction)
+        theirs = F.cross_entropy((hidden @ weight.mT).flatten(0, 1), targets.flatten(), reduction=reduction)
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_float64_stays_under_autocast():
+    leaves, targets = operands()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = of(leaves, targets, linear_cross_entropy)(*leaves)
+    theirs = of(leaves, targets, whole)(*leaves)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_scaled_loss_in_float16_has_gradients_beyond_its_least_number():
+    made = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(4096, 8, generator=made).requires_grad_() for _ in range(2))
+    targets, scale = torch.randint(10, (4096,), generator=made), 2.0**16
+    with torch.autocast("cpu", torch.float16):
+        ours = linear_cross_entropy(hidden * 0.1, weight, targets)
+    theirs = whole(hidden * 0.1, weight, targets)
+    found, expected = (torch.autograd.grad(t * scale, weight)[0][10:] / scale for t in (ours, theirs))
+    # In classes that are no target it is a probability alone, of about 1 / 4096 for each of 4096 tokens.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-2 * float(expected.abs().max()))
 
 
 def test_losses_beyond_the_range_of_an_exponential():
@@ -245,6 +285,8 @@ def test_under_transforms_a_tile_runs_again_and_only_one_lives():
     ("options", "kind", "says"),
     [
         ({"hidden": 3.0}, TypeError, "hidden is float"),
+        ({"hidden": torch.ones(2, 5, 4, dtype=torch.complex64)}, TypeError, "must be floats"),
+        ({"weight": torch.ones(11, 4).long()}, TypeError, "must be floats"),
         ({"targets": torch.ones(2, 5)}, TypeError, "write the index of a class"),
         ({"targets": torch.ones(5, dtype=torch.int64)}, ValueError, r"targets \(5,\): a target is needed"),
         ({"weight": torch.ones(11, 3).double()}, ValueError, r"weight \(11, 3\).*hidden is \[..., width\]"),

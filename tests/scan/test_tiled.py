@@ -4,6 +4,7 @@ The transforms that it goes through are ways of the bank (`tiles_of_rows`, `tile
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import Any, cast
 
@@ -225,6 +226,8 @@ MIXING: dict[str, tuple[Any, str]] = {
     "batch norm": (lambda x: F.batch_norm(x[0], None, None, training=True)[None], "aten.native_batch_norm"),
     "a sum": (lambda x: x.sum(-2), "aten.sum"),
     "after dropout": (lambda x: F.dropout(x, 0.5) * x.mean(), "aten.mean"),
+    "integers": (lambda x: x.argsort(-2), "aten.sort"),
+    "bools": (lambda x: x > x.mean(-2, keepdim=True), "aten.mean"),
 }
 
 
@@ -235,6 +238,54 @@ def test_what_mixes_tokens_is_refused_with_the_op(case):
     with pytest.raises(RematError, match=rf"tiled\(<lambda>\): {op}\S*, at .*test_tiled.py:.* mixes tokens"):
         tiled(fn, tiles=3)(x if case != "batch norm" else x[:1])
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_what_is_no_number_or_infinite_mixes_nothing():
+    x = leaf(9, 4).detach()
+    x[3] = torch.nan
+    for fn in (lambda x: x.sin(), lambda x: x.masked_fill(x > 0, -torch.inf)):
+        torch.testing.assert_close(tiled(fn, tiles=3)(x), fn(x), equal_nan=True)
+    x[0] = torch.nan
+    with pytest.raises(RematError, match="aten.cumsum"):
+        tiled(lambda x: x.cumsum(-2), tiles=3)(x)
+
+
+@pytest.mark.parametrize("case", ["softmax", "from the left", "from the right", "mean"])
+def test_two_tokens_are_compared(case):
+    with pytest.raises(RematError, match="mixes tokens"):
+        tiled(MIXING[case][0], tiles=2)(leaf(2, 4))
+
+
+@pytest.mark.parametrize("case", ["softmax", "from the left", "from the right", "mean"])
+@pytest.mark.parametrize("start", [0, 6, 12])
+def test_tokens_that_tell_nothing_are_not_the_ones_compared(case, start):
+    fn = tiled(MIXING[case][0], tiles=3)
+    zeros, x = torch.zeros(18, 4, dtype=torch.float64), leaf(18, 4).detach()
+    if case != "softmax":
+        assert not fn(zeros[:1]).any()
+    with contextlib.suppress(RematError):
+        fn(zeros)
+    zeros[start : start + 6] = x[start : start + 6]
+    with pytest.raises(RematError, match="mixes tokens"):
+        fn(zeros)
+
+
+class Modal(nn.Module):
+    def forward(self, x: Tensor, y: Tensor | None = None, causal: bool = False) -> Tensor:
+        x = x if y is None else (x @ y.mT).softmax(-1) @ y
+        return x.cumsum(-2) if causal or self.training else x
+
+
+def test_another_mode_flag_or_division_is_compared_anew():
+    module, x = Modal().eval(), leaf(9, 4)
+    tiled(module, tiles=3)(x)
+    tiled(module, dim=(-2, None), tiles=3)(x, x)
+    with pytest.raises(RematError, match="aten.cumsum"):
+        tiled(module, tiles=3)(x, causal=True)
+    with pytest.raises(RematError, match="_softmax"):
+        tiled(module, tiles=3)(x, x)
+    with pytest.raises(RematError, match="aten.cumsum"):
+        tiled(module.train(), tiles=3)(x)
 
 
 def test_what_mixes_tokens_is_refused_under_transforms():
