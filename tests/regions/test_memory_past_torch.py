@@ -77,7 +77,18 @@ def over_a_value(rng: Any, x: Tensor) -> Tensor:
     return made
 
 
-FILLS = [sobol, by_numpy, part_by_part, by_ctypes, by_dlpack, one_scratch, over_a_value]
+def beside_ops(rng: Any, x: Tensor) -> Tensor:
+    """Ops fill the rest before anyone reads."""
+    made = torch.ones(3, 4, dtype=D)
+    there = made.numpy()
+    there[0] = rng.normal(size=4)
+    made[1].zero_()
+    there[2] = rng.normal(size=4)
+    torch.exp(x.detach()[1], out=made[1])
+    return made
+
+
+FILLS = [sobol, by_numpy, part_by_part, by_ctypes, by_dlpack, one_scratch, over_a_value, beside_ops]
 
 
 class Layer(nn.Module):

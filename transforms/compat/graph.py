@@ -86,7 +86,8 @@ def hook_saved(node: Any, pack: Any, unpack: Any) -> None:
             for slot, value in zip(slots, _unwritten(node, name), strict=False):
                 # Autograd packs no Python number, which our dispatch modes take for one.
                 if value is not None and (value.dim() or value.requires_grad or not value.is_cpu):
-                    slot.register_hooks(pack, unpack)
+                    # (Torch would give an alias, by `detach`, which drops tangents.)
+                    slot.register_hooks(lambda _, given=[value]: pack(given.pop()), unpack)
 
 
 def _unwritten(node: Any, name: str) -> Any:

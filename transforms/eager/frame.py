@@ -279,7 +279,7 @@ class Frame(Packer):
             # (With a history it would hold the node that holds the handle.)
             self.early[handle] = untracked(tensor.detach)
         if self.owner is not None:
-            self.late[handle] = tensor
+            self.late[handle] = untracked(tensor.detach)
         if self.residuals is not None and not self.residuals.add(handle, tensor):
             self.residuals = None
         return handle

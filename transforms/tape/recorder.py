@@ -219,8 +219,8 @@ class Recorder(KeptValues):
         template = self._template(args), self._template(kwargs)
         if self.watching is not None and ((pair := top_hooks()) is None or pair[1] is not self.watching):
             self.hooked = True
-        for root in [*self.contents] if self.contents else ():
-            if reads(self.tape, func, *template, root):
+        for root, contents in [*self.contents.items()] if self.contents else ():
+            if reads(self.tape, func, *template, root, contents.known is not None):
                 self._tell(root)
         if facts.writes:
             self._before_write(func, facts, args, kwargs)

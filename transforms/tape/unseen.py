@@ -64,8 +64,9 @@ def is_read_first(tape: Any, empty: int) -> bool:
     return False
 
 
-def reads(tape: Any, op: Any, args: Any, kwargs: Any, root: int) -> bool:
-    """Whether a call reads numbers in the memory `root`; `args` and `kwargs` are its template.
+def reads(tape: Any, op: Any, args: Any, kwargs: Any, root: int, left: bool = False) -> bool:
+    """Whether a call reads numbers in the memory `root`; `args` and `kwargs` are its template; `left`: or may
+    leave some as they are (it fills a part).
 
     So do ops in place: `SobolEngine.draw` fills memory past torch, and scales it by `mul_`. Others' ops count
     as if they did not read what they write.
@@ -76,7 +77,7 @@ def reads(tape: Any, op: Any, args: Any, kwargs: Any, root: int) -> bool:
     # `index_put_(..., accumulate=True)` adds.
     fills = facts.fills or facts.name in _FILL_PARTS
     fills = not facts.native or (fills and not any(arg is True for arg in args))
-    unread = {at for at in facts.writes if fills or isinstance(at, str)}
+    unread = {at for at in facts.writes if not left and (fills or isinstance(at, str))}
     given = [arg for at, arg in enumerate(args) if at not in unread and not (facts.shape_only and at == 0)]
     given += [arg for name, arg in kwargs.items() if name not in unread]
     return any(tape.root_of(number) == root for number in refs_in(given))
