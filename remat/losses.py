@@ -306,7 +306,9 @@ def _differentiated(loss: _Loss, operands: Any, targets: Any, needs: Any, ct: to
     """Gradients that can be differentiated."""
     create = torch.is_grad_enabled()
     with torch.enable_grad():
-        value = loss.tiled(operands[0], operands[1], operands[2], targets)
-        wanted = [t for t, need in zip(operands, needs, strict=True) if need]
+        # Views: one operand may be made of another, as hidden states are of tied embeddings.
+        views: list[Any] = [None if t is None else t.view_as(t) for t in operands]
+        value = loss.tiled(views[0], views[1], views[2], targets)
+        wanted = [t for t, need in zip(views, needs, strict=True) if need]
         found = iter(torch.autograd.grad(value, wanted, ct, create_graph=create))
     return [next(found) if need else None for need in needs]

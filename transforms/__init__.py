@@ -78,6 +78,7 @@ from remat.transforms.ops import (
     targets,  # the tensors that a call writes to
     tensors_in,  # the tensors among the arguments or results of an op
     traits,  # the traits of `op`, from a table filled as ops are met
+    version_of,  # the version counter of a tensor; inference tensors keep none
 )
 from remat.transforms.placeholders import (
     Meta,  # shape, strides, dtype and device of a tensor

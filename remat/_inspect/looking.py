@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat._core import Isolated, isolated, isolating
 from remat._torch import resize_storage
-from remat.transforms import targets, traits
+from remat.transforms import targets, traits, version_of
 from remat.transforms.compat import (
     DispatchMode,
     functions_as_they_are,
@@ -68,7 +68,7 @@ class _State:
         self.tensor, self.leaf, self.requires_grad = tensor, tensor.is_leaf, tensor.requires_grad
         self.grad = tensor.grad if self.leaf else None
         self.hooks = {name: _hooks(tensor, name) for name in _HOOKS}
-        self.data, self.version = tensor.detach(), _version(tensor)
+        self.data, self.version = tensor.detach(), version_of(tensor)
         self.size = _size(tensor)
         copied = copied and is_strided(tensor) and not tensor.is_meta and bool(self.size)
         # Weights fill their device already.
@@ -90,7 +90,7 @@ class _State:
                 tensor.grad = self.grad
         self._restore_hooks()
         # (Batch normalization writes its statistics and leaves the version as it was.)
-        if self.copy is not None and (_version(tensor) != self.version or _differ(self.data, self.copy)):
+        if self.copy is not None and (version_of(tensor) != self.version or _differ(self.data, self.copy)):
             _write_back(tensor, self.data, self.copy, self.version, self.size)
 
     def _restore_hooks(self) -> None:
@@ -111,10 +111,6 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def _hooks(tensor: Tensor, name: str) -> dict[int, Any] | None:
     hooks = getattr(tensor, name, None)
     return None if hooks is None else dict(hooks)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _size(tensor: Tensor) -> int:
@@ -138,7 +134,7 @@ class _Writes(DispatchMode):
                 there = size >= _reaches(tensor) and not (self.kept is not None and self.kept.has(tensor))
                 before = tensor.clone() if there else None
                 # (An alias keeps its shape, whatever becomes of the tensor's.)
-                self._before[id(tensor)] = tensor, tensor.detach(), before, _version(tensor), size
+                self._before[id(tensor)] = tensor, tensor.detach(), before, version_of(tensor), size
         out = func(*args, **kwargs)
         for key, storage in made_by(args, kwargs, out):
             self._made[key] = StorageWeakRef(storage)

@@ -11,8 +11,8 @@ from remat._core import described
 from remat._region import with_policy
 from remat._scan.scan import scan_remat
 from remat.policies import save_nothing
-from remat.transforms import WrongType, flatten, unflatten
-from remat.transforms.scan import name_of, rows_of
+from remat.transforms import RematError, WrongType, flatten, unflatten
+from remat.transforms.scan import name_of, rows_of, version
 
 T = TypeVar("T")
 Leaves = list[torch.Tensor]
@@ -40,6 +40,7 @@ def associative_scan_remat(combine: Callable[[T, T], T], xs: T, *, reverse: bool
     Raises:
         RematError: (also a `TypeError`) leaves that are not tensors, or a result of another structure, shape
             or dtype than the operands'.
+        RematError: a `combine` that writes into an operand.
 
     Example:
         >>> import torch
@@ -61,7 +62,14 @@ def associative_scan_remat(combine: Callable[[T, T], T], xs: T, *, reverse: bool
         raise WrongType(f"{name}: xs has a leaf that is None; all are tensors of shape [length, ...].")
 
     def pairs(left: Leaves, right: Leaves) -> Leaves:
+        traced = torch.compiler.is_dynamo_compiling()
+        before = [] if traced else [version(t) for t in (*left, *right)]
         made, found = flatten(combine(unflatten(left, spec), unflatten(right, spec)))
+        if not traced and before != [version(t) for t in (*left, *right)]:
+            raise RematError(
+                f"{name}: combine wrote into one of its operands in place, which other prefixes read. Make a "
+                "new tensor: write left * right, not left.mul_(right)."
+            )
         if found != spec or [_kind(t) for t in made] != [_kind(t) for t in right]:
             got = [_kind(t) for t in made]
             raise WrongType(

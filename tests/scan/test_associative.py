@@ -154,6 +154,10 @@ ANY: Any = associative_scan_remat
             "torch.float64",
         ),
         (lambda: ANY(lambda x, y: (x, y), torch.ones(9)), TypeError, "its result has the"),
+        *[
+            (lambda n=n: ANY(lambda x, y: x.mul_(y), torch.ones(n)), RuntimeError, "combine wrote into")
+            for n in (2, 3, 40)
+        ],
     ],
 )
 def test_mistakes(call, error, message):

@@ -163,6 +163,19 @@ def test_shapes_of_one_token_of_none_and_of_all_ignored():
     assert made[0].isnan() and made[1].isnan()
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("way", ["second", "batched"])
+def test_operands_that_are_made_of_one_another(way, reduction):
+    (_, weight), _ = operands(bias=False)
+    ids = torch.tensor([0, 1, 1, 2, 3])
+
+    def loss(fn: Any) -> Any:
+        tied = lambda w: fn(w[ids].sin(), w, ids + 4, bias=w[:, 0].cos(), reduction=reduction).sum()  # noqa: E731
+        return WAYS[way](tied, [weight])
+
+    torch.testing.assert_close(loss(linear_cross_entropy), loss(whole))
+
+
 def test_a_byte_holds_the_class_that_minus_100_would_be():
     hidden, weight = (torch.randn(n, 4, dtype=torch.float64).requires_grad_() for n in (3, 200))
     targets = torch.tensor([156, 3, 156])

@@ -9,6 +9,7 @@ from remat.transforms.scan.body import (
     pair_of,  # what a body returned, if it is a pair
     rows_of,  # the tensors of xs and the number of steps
     unwritten,  # raise if what runs within writes into a step's operands
+    version,  # the number of writes into a tensor so far
     ys_of,  # the leaves and the structure of a y, if it can be stacked
 )
 from remat.transforms.scan.function import (
