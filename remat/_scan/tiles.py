@@ -153,8 +153,17 @@ class Tiled:
             flags = [v for v in flatten((shared, kwargs))[0] if v is None or isinstance(v, bool | str)]
             key = spec, *at, *dims, *modes, *kwargs, *flags
             if not self.known.get(key):
+                seen: list[tuple[Any, int]] = []
+
+                def looked_at(rows: list[torch.Tensor]) -> Any:
+                    seen.append((apply(rows), rows[0].shape[dims[0]]))
+                    return seen[-1][0]
+
                 with isolating(apply, rows), trial():
-                    self.known[key] = beyond_regions(check_tokens, self.name, apply, part, tokens)
+                    told = beyond_regions(check_tokens, self.name, looked_at, part, tokens)
+                for found in seen:  # of several sizes, one of which no batch has
+                    self._check(*found)
+                self.known[key] = told
         size = -(-tokens // count)
         whole = tokens // size
         ends = [whole * size, tokens % size]
@@ -232,9 +241,7 @@ class Tiled:
 
         def body(_: None, tile: list[torch.Tensor]) -> tuple[None, Any]:
             out = apply(tile)
-            for y in flatten(out)[0]:
-                if y is not None:
-                    self._check(y, size)
+            self._check(out, size)
             return None, out
 
         pairs = zip(rows, dims, strict=True)
@@ -251,16 +258,20 @@ class Tiled:
         return y.movedim(0, d - 1).flatten(d - 1, d)
 
     def _check(self, out: Any, size: int) -> None:
-        if is_tensor(out):
-            d = self._joined(out)
-            if -out.dim() <= d < 0 and out.shape[d] == size:
-                return
-        got = f"shape {tuple(out.shape)}" if is_tensor(out) else type(out).__name__
-        raise WrongValue(
-            f"{self.name}: a result of a tile of {size} tokens is {got}, with no row for each token along "
-            f"dim={self.dim!r}. Return what each token has, and add up outside; where results have other "
-            "numbers of dimensions than arguments, count dim from the left."
-        )
+        """Raise if a result of `size` tokens has no row for each of them."""
+        for y in flatten(out)[0]:
+            if is_tensor(y):
+                d = self._joined(y)
+                if -y.dim() <= d < 0 and y.shape[d] == size:
+                    continue
+            elif y is None:
+                continue
+            got = f"shape {tuple(y.shape)}" if is_tensor(y) else type(y).__name__
+            raise WrongValue(
+                f"{self.name}: a result of a tile of {size} tokens is {got}, with no row for each token "
+                f"along dim={self.dim!r}. Return what each token has, and add up outside; where results have other "
+                "numbers of dimensions than arguments, count dim from the left."
+            )
 
 
 # Tokens of a tile of what has one number for each.

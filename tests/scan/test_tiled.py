@@ -240,6 +240,11 @@ def test_what_mixes_tokens_is_refused_with_the_op(case):
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_a_batch_of_as_many_as_a_tile_has_tokens_is_not_taken_for_them():
+    with pytest.raises(RematError, match=r"is shape \(3, 6\), with no row for each token along dim=-2"):
+        tiled(lambda x: x.square().sum(-1), tiles=3)(leaf(3, 9, 4))
+
+
 def test_what_is_no_number_or_infinite_mixes_nothing():
     x = leaf(9, 4).detach()
     x[3] = torch.nan
