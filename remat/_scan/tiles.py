@@ -269,8 +269,8 @@ class Tiled:
             got = f"shape {tuple(y.shape)}" if is_tensor(y) else type(y).__name__
             raise WrongValue(
                 f"{self.name}: a result of a tile of {size} tokens is {got}, with no row for each token "
-                f"along dim={self.dim!r}. Return what each token has, and add up outside; where results have other "
-                "numbers of dimensions than arguments, count dim from the left."
+                f"along dim={self.dim!r}. Return what each token has, and add up outside; where results have "
+                "other numbers of dimensions than arguments, count dim from the left."
             )
 
 
