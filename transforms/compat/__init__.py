@@ -42,7 +42,7 @@ from remat.transforms.compat.aot import (
     stands_on,  # where tensors stand while graphs are traced for a compiler
     teach_inductor,  # tell Inductor how to lower the library's own ops
     traced_functionally,  # a graph of the aten ops of a function
-    unwind_levels,  # leave every functorch level of this thread
+    unwind_levels,  # leave the functorch levels of this thread above one
 )
 from remat.transforms.compat.autograd import (
     GRAD,  # the kind of a level of grad

@@ -22,7 +22,6 @@ from remat.transforms.compat.autograd import (
     VMAP,
     allow_hooks,
     dual_level_open,
-    in_transform,
     levels,
     note_dual_level,
 )
@@ -77,19 +76,23 @@ def dual_level_known() -> Iterator[None]:
             forward_ad._current_level = -1
 
 
-def unwind_levels() -> None:
-    """Leave every functorch level of this thread: a graph that fails halfway leaves those it entered behind.
+def unwind_levels(to: int = 0) -> None:
+    """Leave the functorch levels of this thread above `to`: a graph that fails halfway leaves those that it
+    entered behind, and who has entered one below them would leave one of these instead.
 
-    With them goes their refusal of saved-tensor hooks. No level can be older than the graph: torch.compile
-    does not compile inside torch.func.
+    With the last goes their refusal of saved-tensor hooks. None of all is older than Dynamo's graph:
+    torch.compile does not compile inside torch.func.
     """
-    if in_transform():
-        # All forward-mode derivatives live on one level below functorch's, which a graph's first jvp opens.
-        if any(kind == JVP for _, kind, _ in levels()) and torch.autograd.forward_ad._current_level < 0:
-            torch._C._exit_dual_level(level=0)
-        # functorch's own way to leave several levels at once pops each of them twice on 2.11.
-        for _, kind, _ in reversed(levels()):
-            _LEAVE[kind]()
+    kinds = [kind for _, kind, _ in levels()]
+    if len(kinds) <= to:
+        return
+    # All forward-mode derivatives live on one level below functorch's, which a graph's first jvp opens.
+    if JVP in kinds[to:] and JVP not in kinds[:to] and torch.autograd.forward_ad._current_level < 0:
+        torch._C._exit_dual_level(level=0)
+    # functorch's own way to leave several levels at once pops each of them twice on 2.11.
+    for kind in reversed(kinds[to:]):
+        _LEAVE[kind]()
+    if not to:
         allow_hooks()
 
 

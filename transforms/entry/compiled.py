@@ -90,7 +90,10 @@ def _run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, 
 
 @contextlib.contextmanager
 def levels_left() -> Iterator[None]:
-    """Leave, should it fail, the functorch levels that the graph around has entered: nobody else would."""
+    """Leave, should it fail, the functorch levels that the graph around has entered: nobody else would.
+
+    Where several are in each other, the outermost does.
+    """
     outermost = not getattr(_local, "guarded", False)
     _local.guarded = True
     try:
@@ -195,7 +198,12 @@ class Graph:
 
     def __call__(self, *operands: Any) -> Any:
         given = [self.constants.get(i, x) for i, x in enumerate(operands)] if self.constants else operands
-        return _Interpreter(self.module, self.depth).run(*given)
+        before = depth()
+        try:
+            return _Interpreter(self.module, self.depth).run(*given)
+        except BaseException:
+            unwind_levels(to=before)
+            raise
 
 
 def _number(operand: Any) -> Any:

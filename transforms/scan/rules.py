@@ -162,9 +162,12 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
     """Tangents of the carry's tensors and the ys: one scan over (value, tangent) pairs."""
     consts, carry, xs = scan.split(flat)
     a, b, _ = scan.sizes
-    full = _full(flat, tangents, range(a, a + b))
+    # (In eager a look would be one more evaluation of the user's function: all may have one.)
+    given = [t is not None for t in tangents]
+    moving = [True] * b if scan.opaque is None else scan.opaque.moving(scan, flat, given)
+    full = _full(flat, tangents, {a + i for i, moves in enumerate(moving) if moves})
     dual_carry = [*carry, *(t for t in full[a : a + b] if t is not None)]
-    at = [i for i in scan.tensors if pytree_smooth(carry[i])]
+    at = [place for place, t in zip(scan.tensors, full[a : a + b], strict=True) if t is not None]
     marks = [t is not None for t in full[:a]], [t is not None for t in full[a + b :]]
     shape: list[list[bool]] = []
 
@@ -215,18 +218,20 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
         end, ys = run(dual, operands)
     if scan.length in scan.record.seen:
         check_seen(scan, {scan.length: prints_here(end[: len(carry)])})
-    carries = dict(zip(at, end[len(carry) :], strict=True))
+    # (A Function's result without a tangent is an assertion of torch's.)
+    carries = {i: torch.zeros_like(end[i]) for i in scan.tensors if pytree_smooth(end[i])}
+    carries |= dict(zip(at, end[len(carry) :], strict=True))
     dys = iter(ys[len(shape[0]) :])
     return [*(carries.get(i) for i in scan.tensors), *(next(dys) if f else None for f in shape[0])]
 
 
-def _full(flat: Tensors, tangents: Cotangents, carry: range) -> list[torch.Tensor | None]:
-    """Tangents of the operands, those of the carry without None, as they may become other than zero.
+def _full(flat: Tensors, tangents: Cotangents, moving: set[int]) -> list[torch.Tensor | None]:
+    """Tangents of the operands, those at `moving` without None, as they may become other than zero.
 
     What has none of the others is no dual number: writes into it need not fit the memory of a zero.
     """
     return [
-        (torch.zeros_like(t) if d is None and i in carry else d) if pytree_smooth(t) else None
+        (torch.zeros_like(t) if d is None and i in moving else d) if pytree_smooth(t) else None
         for i, (t, d) in enumerate(zip(flat, tangents, strict=True))
     ]
 

@@ -20,11 +20,22 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import above_all, live_with_graph, stands_on
+from remat.transforms.compat import (
+    above_all,
+    dual_level_known_if_any,
+    example_of,
+    fake_mode,
+    level_of,
+    live_with_graph,
+    outside_all_modes,
+    stands_on,
+    tangent_of,
+)
 from remat.transforms.context import active, scoped, untracked
 from remat.transforms.entry import run_transparently
 from remat.transforms.errors import RematError
 from remat.transforms.offload import pinned_for, to_host
+from remat.transforms.pytree import merge
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.body import unwritten
 from remat.transforms.scan.compiled import UnrolledStep, dense
@@ -88,6 +99,45 @@ class Opaque:
         if scan.taped:
             return self.entry(scan).tape or 0
         return len(scan.tensors) if rows_kept(scan) else 0
+
+    def moving(self, scan: Scan, flat: Tensors, given: Sequence[bool]) -> list[bool]:
+        """Which tensors of the carry have a tangent at some step, `given` saying which operands have one.
+
+        One that has none keeps none: ops inside may take no tangents, or not while a compiler traces them
+        (2.13: `layer_norm` with a weight that has none).
+        """
+        a, b, _ = scan.sizes
+        moves = list(given[a : a + b])
+        while not all(moves):
+            more = self._moved(scan, flat, [*given[:a], *moves, *given[a + b :]])
+            if more == moves:
+                break
+            moves = more
+        return moves
+
+    def _moved(self, scan: Scan, flat: Tensors, given: Sequence[bool]) -> list[bool]:
+        """Which tensors of the carry have a tangent after one more step."""
+        a, b, _ = scan.sizes
+        found = list(given[a : a + b])
+
+        def step(*moving: torch.Tensor) -> torch.Tensor:
+            new, _ = scan.step(*scan.split(merge(operands, at, moving)))
+            for i, place in enumerate(scan.tensors):
+                found[i] |= level_of(new[place]) == 1 and tangent_of(new[place]) is not None
+            return moving[0]
+
+        rows = [*flat[: a + b], *(t.select(0, 0) for t in flat[a + b :])]
+        with dual_level_known_if_any(), outside_all_modes(), fake_mode([]), torch.no_grad():
+            operands = [fake(t) for t in rows]
+            at = [i for i, moves in enumerate(given) if moves]
+            primals = tuple([operands[i] for i in at])
+            with self.surroundings(), scoped(evaluating=True):
+                torch.func.jvp(step, primals, tuple(map(torch.empty_like, primals)))
+        return found
+
+    def surroundings(self) -> contextlib.AbstractContextManager[None]:
+        """Autocast and switches as they were where the scan was traced."""
+        return self.ambient.restored() if self.ambient.must_be_restored() else contextlib.nullcontext()
 
     def forward(self, scan: Scan, flat: Tensors) -> list[torch.Tensor]:
         """The tensors of the last carry, ys, and the kept carries."""
@@ -232,7 +282,7 @@ class Entry:
         else:
             record.states = _Slots(layout(self.scan.spec.schedule, self.scan.length), buffers)
         scan = replace(self.scan, record=record, buffered=True)
-        with torch.no_grad(), self.surroundings():
+        with torch.no_grad(), self.opaque.surroundings():
             carry, ys = run_forward(scan, flat)
         if own:
             buffers = [t for row in rows for t in row]
@@ -272,11 +322,6 @@ class Entry:
         ]
         return _apart(wanted, [*flat, *(ct for ct in cts if ct is not None)])
 
-    def surroundings(self) -> contextlib.AbstractContextManager[None]:
-        """Autocast and switches as they were where the scan was traced."""
-        ambient = self.opaque.ambient
-        return ambient.restored() if ambient.must_be_restored() else contextlib.nullcontext()
-
     def fake_forward(self, flat: Tensors) -> list[torch.Tensor]:
         scan = self.scan
         # A step that is traced elsewhere may have that place written into its ops.
@@ -287,7 +332,7 @@ class Entry:
         first = [x.select(0, 0) for x in xs]
         with (
             torch.no_grad(),
-            self.surroundings(),
+            self.opaque.surroundings(),
             scoped(evaluating=True),
             unwritten(scan.spec.name, (), carry, first, consts),
         ):
@@ -298,6 +343,12 @@ class Entry:
             *stacks,
             *self._buffers(flat, *self._tape(flat)),
         ]
+
+
+def fake(tensor: torch.Tensor) -> torch.Tensor:
+    """Its like without data, of the sizes that one example has; in a fake mode, below all levels."""
+    shape = [example_of(size) for size in tensor.shape]
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _unstacked(buffers: Tensors, count: int) -> list[list[torch.Tensor]]:

@@ -29,11 +29,10 @@ from remat.transforms.compat import (
     in_transform,
     is_tracing,
     outside_all_modes,
-    unwind_levels,
 )
 from remat.transforms.compat import compiler as aot_compiler
 from remat.transforms.context import active, scoped
-from remat.transforms.entry import Graph, run_transparently
+from remat.transforms.entry import Graph, levels_left, run_transparently
 from remat.transforms.errors import RematError, user_line
 from remat.transforms.ops import draws as ops_draws
 from remat.transforms.ops import traits
@@ -43,7 +42,7 @@ from remat.transforms.scan.compiled import UnrolledStep
 from remat.transforms.scan.function import run as function_run
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.scan.spec import Leaves, ScanSpec, Tensors, make
-from remat.transforms.scan.traced.custom_op import Opaque
+from remat.transforms.scan.traced.custom_op import Opaque, fake
 from remat.transforms.state import Ambient, can_seed, device_kinds, draw, refuse_generator
 
 # Steps whose graph and operands are small are compiled several at a time: a call takes longer than they do.
@@ -103,6 +102,13 @@ def run(spec: ScanSpec, body: TracedBody, operands: tuple[Any, ...], selector: A
     returns the tensors of the carry and of xs, the next carry, and ys of which only the first row counts.
     `selector` makes what selects the values that are kept inside steps.
     """
+    # (A look at a scan in a step has an eager scan around it, or one that is traced.)
+    with levels_left() if is_tracing() else contextlib.nullcontext():
+        end, ys = _run(spec, body, operands, selector)
+    return (*(operands[i] for i in body.places), *end, *ys)
+
+
+def _run(spec: ScanSpec, body: TracedBody, operands: tuple[Any, ...], selector: Any) -> tuple[Any, Any]:
     step = _GraphStep(body, spec.name, operands)
     consts, carry, xs = body.split(operands)
     traced, n = is_tracing() or active.evaluating, spec.length
@@ -121,15 +127,8 @@ def run(spec: ScanSpec, body: TracedBody, operands: tuple[Any, ...], selector: A
         stacked = in_transform() or in_cuda_graphs()
         options["opaque"] = Opaque(spec.name, compiler, size, ambient, stacked)
     scan, flat = make(step, spec, consts, carry, xs, **options)
-    try:
-        with dual_level_known_if_any():
-            end, ys = function_run(scan, flat)
-    except BaseException:
-        # The levels that the graph has entered would stay on this thread: nobody else leaves them.
-        if traced and not active.evaluating:
-            unwind_levels()
-        raise
-    return (*(operands[i] for i in body.places), *end, *ys)
+    with dual_level_known_if_any():
+        return function_run(scan, flat)
 
 
 def run_whole(whole: Whole, body: TracedBody, operands: tuple[Any, ...], selector: Any) -> tuple[Any, ...]:
@@ -218,9 +217,8 @@ class _GraphStep:
         """Whether a step draws random numbers, found out on tensors without data; refuses writes."""
         with outside_all_modes():
             mode = fake_mode([])
-            # Fakes are made of the sizes that one example has, below all levels.
             with mode, torch.no_grad():
-                fakes = [_fake(t) if isinstance(t, torch.Tensor) else t for t in operands]
+                fakes = [fake(t) if isinstance(t, torch.Tensor) else t for t in operands]
                 consts, carry, xs = self.body.split(fakes)
                 look = _Looking()
                 with scoped(evaluating=True), look:
@@ -242,11 +240,6 @@ def _drop_aliases(graph: torch.fx.Graph) -> None:
 def _ungraded(value: Any) -> Any:
     # Not where it does nothing: detach takes tangents away, too.
     return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
-
-
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    shape = [example_of(size) for size in tensor.shape]
-    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _seeds(n: int, operands: Sequence[Any]) -> torch.Tensor:

@@ -1,0 +1,102 @@
+"""Forward mode in functions that torch.compile compiles, around regions and scans in each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.func import grad, hessian, jvp, vmap
+
+from remat import associative_scan_remat, remat, scan_remat, tiled
+from tests.compiled import compiled
+from tests.helpers import rand, same
+
+nn = torch.nn.functional
+
+W, G, B = rand(4, 4) / 2, rand(4), rand(4)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+def block(h):
+    centered = h - h.mean(-1, keepdim=True)
+    return (centered / (centered.square().mean(-1, keepdim=True) + 1).sqrt() @ W).sin()
+
+
+def scanned(fn, x, n=3):
+    return scan_remat(lambda h, _: (fn(h), None), x, length=n)[0]
+
+
+def still(x):
+    """The first carry has no tangent at any step; torch pushes none through this op while it traces."""
+    start = G.expand(2, 4) * 1.0, torch.ones_like(x)
+    step = lambda c, _: ((nn.layer_norm(c[0], (4,), G, B), (c[1] * x).sin() + c[0]), None)  # noqa: E731
+    a, b = scan_remat(step, start, length=3)[0]
+    return a * b
+
+
+def late(x):
+    """The tangent is the first carry's in the third step."""
+    start = x.detach() * 0.3, x.detach().cos(), torch.ones_like(x)
+    step = lambda c, _: ((c[1].sin(), c[2].cos(), c[2] * x), None)  # noqa: E731
+    a, b, c = scan_remat(step, start, length=4)[0]
+    return a * b * c
+
+
+PROGRAMS = {
+    "still": still,
+    "late": late,
+    "region in scan in region": remat(lambda x: scanned(remat(block), x) * x),
+    "still in region": remat(lambda x: scanned(remat(lambda h: still(x) + h), x, 2)),
+    "vmap in region": remat(lambda x: vmap(remat(block))(torch.stack([x, x.sin()])).sum(0)),
+    "associative": remat(lambda x: associative_scan_remat(lambda a, b: block(a) * b, torch.stack([x, x, x]))),
+    "tiled": remat(lambda x: tiled(remat(block), tiles=2)(x)),
+}
+WAYS = {
+    "jvp": lambda f: lambda x: jvp(f, (x,), (x.cos(),)),
+    "vmap of jvp": lambda f: lambda x: vmap(lambda t: jvp(f, (x,), (t,))[1])(torch.stack([x, x.cos()])),
+    "jvp of vmap": lambda f: lambda x: jvp(vmap(f), (torch.stack([x, x.cos()]),), (torch.stack([x, x]),))[1],
+    "jvp of grad": lambda f: lambda x: jvp(grad(lambda x: f(x).square().sum()), (x,), (x.cos(),)),
+    "hessian": lambda f: hessian(lambda x: f(x).square().sum()),
+}
+
+
+# Torch has no second derivatives of that norm while it traces.
+ONCE = "still", "still in region"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, way",
+    [(n, w) for n in PROGRAMS for w in WAYS if n not in ONCE or w not in ("jvp of grad", "hessian")],
+)
+def test_derivatives(name, way):
+    x, derived = rand(2, 4), WAYS[way](PROGRAMS[name])
+    expected = derived(x)
+    torch.testing.assert_close(compiled(derived)(x), expected)
+
+
+def test_a_carry_without_a_tangent():
+    x = rand(2, 4)
+    run = WAYS["jvp"](still)
+    same(compiled(run)(x)[1], run(x)[1])
+
+
+def drawing(x):
+    return scanned(lambda h: torch.poisson(h.detach().abs()) * h, x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [remat(drawing), remat(grad(lambda x: drawing(x).sum()))],
+    ids=["scan", "grad of scan"],
+)
+def test_what_fails_inside_leaves_no_levels(fn):
+    """The error is the scan's own, and torch.func works afterwards."""
+    x = rand(2, 4)
+    with pytest.raises(BackendCompilerFailed, match="cannot be drawn again from a seed"):
+        compiled(lambda x: jvp(fn, (x,), (x,))[1])(x)
+    same(jvp(grad(lambda x: x.sin().sum()), (x,), (x,))[1], -x.sin() * x)
