@@ -68,6 +68,7 @@ from remat.transforms.eager.settle import (
     drop,
     early_value,
     hold_kept,
+    note_tables,
     settle,
 )
 from remat.transforms.errors import RematError, overwritten
@@ -324,7 +325,9 @@ class Frame(Packer):
         tape, program = self.tape, self.program
         if program is None or not tape.cacheable or tape.meta or self.region.digest is not None:
             return None
-        held, kept = frozenset(self.held), frozenset(self.kept) | tape.lent
+        # (Under hooks a call that leaves the trace chooses between the same as one that is recorded.)
+        kept = self.kept if users(self.inputs.hooks) is None else program.kept
+        held, kept = frozenset(self.held), frozenset(kept) | tape.lent
         ends = None if self.reach is None else self.reach.ends
         residual, unread, self.later = self.residuals is not None, (self.dead, self.hollow), set()
         draws = any([node.draws for node in tape.nodes])
@@ -335,6 +338,7 @@ class Frame(Packer):
         """The forward was the known one: keep what that kept."""
         self.program, self.direct, self.later = known.program, known.program.direct, known.later
         self.dead, self.hollow = known.dead, known.hollow
+        note_tables(self, recorder)
         if self.residuals is not None:
             self.hold_residuals(self.residuals)
         else:

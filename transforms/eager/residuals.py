@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from remat.transforms.context import node_of, untracked
 from remat.transforms.ops import memory_of
 
 
@@ -30,7 +31,8 @@ class Residuals:
 
     def add(self, handle: Any, tensor: torch.Tensor) -> bool:
         """Hold one more value; whether they are still small enough."""
-        self.tensors[handle] = tensor
+        # (With a history it would hold the node that holds the handle: dead code would be none.)
+        self.tensors[handle] = tensor if node_of(tensor) is None else untracked(tensor.detach)
         if self._recorder is None:
             return True
         key, size = _block(tensor)

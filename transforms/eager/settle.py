@@ -45,8 +45,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     if len(outs) > 1:
         reach = Reachability(outs, frame.start)
         frame.reach = reach if reach.differ else None
-    if users(frame.inputs.hooks) is not None:
-        _note_tables(recorder)
+    note_tables(frame, recorder)
     recorder.share_around()
     recorder.tell_saved()
     frame.freed = recorder.freed()
@@ -96,7 +95,10 @@ def _needed(frame: Any, recorder: Recorder, outs: list[torch.Tensor]) -> tuple[l
     return wanted, Needs(tape, tape.sources_of(wanted), recorder.kept)
 
 
-def _note_tables(recorder: Recorder) -> None:
+def note_tables(frame: Any, recorder: Recorder) -> None:
+    """Note, under hooks of the user's, what this call has made of nothing that it was given."""
+    if users(frame.inputs.hooks) is None:
+        return
     are = _tables(recorder)
     for tensor, number in recorder.living_values():
         if number >= 0 and are[recorder.tape.makers[number]]:
@@ -301,7 +303,7 @@ def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:
             active.untracked = before
         frame.task = task
     value = frame.values.pop(at) if living is None else untracked(living.detach)
-    recorder.bind(value, number)
+    (recorder.bind if overwritten else recorder.bind_around)(value, number)
     return value
 
 

@@ -286,7 +286,7 @@ class TraceFollower(Recorder):
         self.outside.append(tensor)
         return True
 
-    def bound(self, tensor: torch.Tensor) -> int | None:
+    def met(self, tensor: torch.Tensor) -> int | None:
         number, at = self._numbers.of(tensor), len(self.outside)
         if number is None and self.expected is not None and self._binds(at, tensor):
             return -1 - at

@@ -183,12 +183,16 @@ class Recorder(KeptValues):
         """The number of a tensor that is known, None if it is not."""
         return self._numbers.of(tensor)
 
+    def met(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor that user code reads here, None if it is not known."""
+        return self.bound(tensor)
+
     # -- recording -----------------------------------------------------------------------------------------
 
     def _pass(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> Any:
         """Run an op that computes nothing; what it returns stands for its operand."""
         first = next(iter(tensors_in(args)), None)
-        number = self.bound(first) if first is not None else None
+        number = self.met(first) if first is not None else None
         out = func(*args, **kwargs)
         if facts.name == "set_":
             return self.other_memory(out, number)
@@ -651,6 +655,19 @@ class Recorder(KeptValues):
         """Let `tensor` be another object with the value of this number: a recomputed copy."""
         self._numbers.add(tensor, number)
         self._remember(memory_of(tensor), self.tape.root_of(number), number, tensor)
+
+    def bind_around(self, tensor: torch.Tensor, number: int) -> None:
+        """The same for the recordings around as well: one that was on a tape knows no memory whose tensors
+        are gone."""
+        mode: Any = self
+        while True:
+            at = mode.tape.makers[number] if number >= 0 else -1
+            there, parent = mode.op_in_parent.get(at), mode.parent
+            mode.bind(tensor, number)
+            if there is None or not parent.records or there >= len(parent.tape.nodes):
+                return
+            number += parent.tape.nodes[there].first - mode.tape.nodes[at].first
+            mode = parent
 
     def living_values(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors that ops have made and that somebody holds."""
