@@ -30,7 +30,7 @@ def test_the_script_of_a_config_file_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--report"])
     runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
     said = capsys.readouterr().out
-    assert "loss_of under 6 policies" in said and "step 2: loss 4." in said
+    assert "loss_of under 10 policies" in said and "step 2: loss 4." in said
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -591,6 +591,9 @@ class Recorder(KeptValues):
         """Note what others have filled a memory with: as an op that copies it from a tensor from outside."""
         tape, known = self.tape, self.contents[root]
         node = tape.nodes[root]
+        if tape.rerun_reason is not None:  # FSDP gathers weights there: the function does so again
+            del self.contents[root]
+            return
         if (memory := untracked(known.now)) is None:
             return
         shape, stride, dtype, _ = node.outs
