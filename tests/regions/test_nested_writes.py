@@ -72,8 +72,8 @@ def seen(steps: list[Any], wrap: Callable[[Any], Any], twice: bool) -> list[Tens
     return found
 
 
-# Refused after the programs before them, and right alone: functions of the same code that run again as a whole
-# in one another, of which earlier ones have taught other ops.
+# Right alone, and refused after the programs before them: functions of the same code that run again as a
+# whole in one another, of which earlier ones have taught other ops.
 REFUSED = {1110, 1190}
 
 

@@ -574,6 +574,8 @@ class Recorder(KeptValues):
             known.shown = known.shown or shown
             return True
         node = self.tape.nodes[root]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return False  # FSDP gathers weights in such memory: the function does so again
         if self.reruns or type(node.outs) is not Meta or not tensor.is_cpu or not memory_is_real():
             return False
         (shape, stride, dtype, _), memory = node.outs, memory_of(tensor)
@@ -591,9 +593,6 @@ class Recorder(KeptValues):
         """Note what others have filled a memory with: as an op that copies it from a tensor from outside."""
         tape, known = self.tape, self.contents[root]
         node = tape.nodes[root]
-        if tape.rerun_reason is not None:  # FSDP gathers weights there: the function does so again
-            del self.contents[root]
-            return
         if (memory := untracked(known.now)) is None:
             return
         shape, stride, dtype, _ = node.outs
