@@ -338,7 +338,8 @@ class Frame(Packer):
         """The forward was the known one: keep what that kept."""
         self.program, self.direct, self.later = known.program, known.program.direct, known.later
         self.dead, self.hollow = known.dead, known.hollow
-        note_tables(self, recorder)
+        if self.inputs.hooks is not None:
+            note_tables(self, recorder)
         if self.residuals is not None:
             self.hold_residuals(self.residuals)
         else:

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from remat.transforms.context import node_of, untracked
+from remat.transforms.compat import unseen
+from remat.transforms.context import node_of
 from remat.transforms.ops import memory_of
 
 
@@ -32,7 +33,10 @@ class Residuals:
     def add(self, handle: Any, tensor: torch.Tensor) -> bool:
         """Hold one more value; whether they are still small enough."""
         # (With a history it would hold the node that holds the handle: dead code would be none.)
-        self.tensors[handle] = tensor if node_of(tensor) is None else untracked(tensor.detach)
+        if node_of(tensor) is not None:
+            with unseen(tensor):
+                tensor = tensor.detach()
+        self.tensors[handle] = tensor
         if self._recorder is None:
             return True
         key, size = _block(tensor)
