@@ -10,7 +10,7 @@ takes the first-order kernel, whose last digits differ.) Under forward mode, whi
 backward, too, nodes are recorded and hold nothing.
 
 What this does not serve takes the primitive: a level or a tensor below that is differentiated, too; functions
-that run again as a whole; derivatives inside.
+that run again as a whole; forward mode inside.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class TraceCache:
     """What is known of one function.
 
     Attributes:
-        uses_func: whether it was seen to use torch.func inside, under levels of torch.func.
+        uses_func: whether a primitive was seen to run torch.func in it, which then watches no hooks.
         differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
         by_levels: whether plain autograd was seen to refuse it, so that torch.func differentiates it, whose
             decompositions know more derivatives.

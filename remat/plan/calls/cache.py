@@ -93,7 +93,7 @@ def graph_of(
 
 @dataclass
 class _Kind:
-    """SeenCalls that look alike; `doubted` where one of them turned out to run other ops."""
+    """Calls that look alike; `doubted` where one of them turned out to run other ops."""
 
     key: list[Any]
     graph: Graph
