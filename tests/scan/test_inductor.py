@@ -1,4 +1,4 @@
-"""Scans whose blocks Inductor compiles: small products written as sums, C++ calls."""
+"""Scans whose blocks Inductor compiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from remat import scan_remat
 from tests.helpers import sparse
-from tests.scan.inside import cpu
 
 N, B, D = 19, 2, 8
 
@@ -68,7 +67,7 @@ def test_bodies(kind, args):
     elif kind == "vectors of doubles":
         w, h, xs = (t.detach().double().requires_grad_() for t in (w, h[0], xs[:, 0]))
         check(lambda h, x: (torch.cos(w @ h) + x, h @ x), h, xs, (w, h, xs))
-    elif kind == "wide":  # too large for sums
+    elif kind == "wide":
         wide = torch.randn(B, 160, requires_grad=True), (torch.randn(160, 160) / 13).requires_grad_()
         check(lambda h, x: (torch.tanh(h @ wide[1]) * x.mean(), None), wide[0], xs, (*wide, xs))
     else:
@@ -78,28 +77,3 @@ def test_bodies(kind, args):
                 return torch.tanh((h @ w).float() + x), None
 
         check(under_autocast, h, xs, args)
-
-
-@pytest.mark.slow
-def test_small_products_are_sums_in_one_kernel(args, monkeypatch):
-    """No matrix library is called in a forward, nor for the weight's gradient. The carry's reads the weight's
-    transpose, whose rows do not lie in memory as they are."""
-    w, h, xs = args
-    graphs, decompositions = [], cpu._decompositions
-
-    def noted():
-        table = decompositions()
-        for op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            rule = table[op]
-
-            def called(*a: Any, rule: Any = rule, **kw: Any) -> Any:
-                out = rule(*a, **kw)
-                graphs.append(out is not NotImplemented)
-                return out
-
-            table[op] = called
-        return table
-
-    monkeypatch.setattr(cpu, "_decompositions", noted)
-    check(lambda h, x: (torch.tanh(h @ w + x), None), h, xs, args)
-    assert (graphs.count(True), graphs.count(False)) == (16, 8)

@@ -128,11 +128,6 @@ from remat.transforms.compat.compiled_code import (
     seen_as_one_op,  # have them see it so
     uncompiled_calls,  # have compiled functions run as Python in this thread for a while
 )
-from remat.transforms.compat.cpu import (
-    compiled_for_cpu,  # a graph compiled by Inductor for the CPU, without AOTAutograd around it
-    fits_cpu,  # whether a graph and its inputs can be compiled so
-    options_of,  # the options of a compiler that is Inductor
-)
 from remat.transforms.compat.fx import (
     NodeSpan,  # the nodes that a tracer adds from the making of this on
     Template,  # a stretch of a graph, as a function of some of the tensors that it reads
@@ -187,6 +182,7 @@ from remat.transforms.compat.modes import (
 from remat.transforms.compat.nested import (
     SUBGRAPH_CALL,  # torch's operator on a subgraph, None where there is none
     in_cuda_graphs,  # whether what is traced now runs in CUDA graphs
+    is_inductor,  # whether a backend is Inductor
     lowered_once,  # whether a compiler is at work that lowers a subgraph once for all of its calls
     unmarked,  # the function that `torch.compiler.nested_compile_region` has marked
     written_in,  # a graph with all calls of subgraphs written in

@@ -16,7 +16,7 @@ from torch._inductor.codegen.wrapper import MemoryPlanningLine, NullLine
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering, to_dtype
 from torch._inductor.virtualized import V
 
-_ops, aten = torch.ops.remat, torch.ops.aten
+_ops = torch.ops.remat
 
 
 class _Fence(ir.FallbackKernel):
@@ -138,30 +138,6 @@ def _lower_draw(name: str, mode: str) -> Any:
     return lower
 
 
-# Products added in one turn of a loop: a sum that is one chain waits for each of its additions.
-_AT_ONCE = 4
-
-
-def _lower_product(a: Any, b: Any) -> Any:
-    """a b as a sum over products of rows, which is a loop of one kernel with what comes before and after."""
-    # Read by every column of the result: its factor must not be computed for each anew.
-    a.realize()
-    m, k = (int(size) for size in a.get_size())
-    n = int(b.get_size()[1])
-    each = _AT_ONCE if k % _AT_ONCE == 0 else 1
-    rows = lowerings[aten.view.default](a, [m, k // each, each])
-    right = lowerings[aten.view.default](b, [k // each, each, n])
-    select, unsqueeze = lowerings[aten.select.int], lowerings[aten.unsqueeze.default]
-    terms = [
-        lowerings[aten.mul.Tensor](unsqueeze(select(rows, 2, i), -1), unsqueeze(select(right, 1, i), 0))
-        for i in range(each)
-    ]
-    while len(terms) > 1:  # in pairs: none waits for all before
-        terms = [lowerings[aten.add.Tensor](x, y) for x, y in zip(terms[::2], terms[1::2], strict=True)]
-    return lowerings[aten.sum.dim_IntList](terms[0], [1])
-
-
-register_lowering(_ops.product.default, type_promotion_kind=None)(_lower_product)
 register_lowering(_ops.fence.default, type_promotion_kind=None)(_lower_fence)
 _lower_sent = partial(_lower_fence, op=_ops.sent.default)
 register_lowering(_ops.sent.default, type_promotion_kind=None)(_lower_sent)

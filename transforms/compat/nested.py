@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from remat.transforms.compat.aot import at_work
-from remat.transforms.compat.cpu import options_of
 
 try:
     from torch._higher_order_ops.invoke_subgraph import invoke_subgraph as SUBGRAPH_CALL
@@ -24,12 +24,19 @@ except ImportError:
     SUBGRAPH_CALL: Any = None
 
 
+def is_inductor(compiler: Any) -> bool:
+    """Whether a backend is Inductor."""
+    name = getattr(compiler, "__name__", ""), getattr(compiler, "__module__", "")
+    known = ("inductor", "torch._dynamo.backends.inductor")
+    return isinstance(compiler, torch._TorchCompileInductorWrapper) or name == known
+
+
 def lowered_once() -> bool:
     """Whether what is traced now goes to a compiler that lowers a subgraph once for all of its calls.
 
     Inductor's C++ wrapper knows no such calls, and nobody has tried them in CUDA graphs.
     """
-    if SUBGRAPH_CALL is None or options_of(at_work()) is None:
+    if SUBGRAPH_CALL is None or not is_inductor(at_work()):
         return False
     from torch._inductor import config
 
@@ -38,7 +45,7 @@ def lowered_once() -> bool:
 
 def in_cuda_graphs() -> bool:
     """Whether what is traced now runs in CUDA graphs, whose results the next run may overwrite."""
-    if options_of(at_work()) is None:
+    if not is_inductor(at_work()):
         return False
     from torch._inductor import config
 

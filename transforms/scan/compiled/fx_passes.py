@@ -162,14 +162,6 @@ def added_to_inputs(module: torch.fx.GraphModule, count: int) -> None:
     _clean(module)
 
 
-def aliases_dropped(module: torch.fx.GraphModule) -> None:
-    """Take out ops that make another tensor of the same values: only autograd tells them apart."""
-    for target in _ALIASES:
-        for node in module.graph.find_nodes(op="call_function", target=target):
-            node.replace_all_uses_with(node.args[0])
-    _clean(module)
-
-
 def _clean(module: torch.fx.GraphModule) -> None:
     module.graph.eliminate_dead_code()
     module.graph.lint()

@@ -17,11 +17,9 @@ import torch
 
 from remat.transforms.compat import (
     compiled_bare,
-    compiled_for_cpu,
     example_of,
     fake_mode,
-    fits_cpu,
-    options_of,
+    is_inductor,
     outside_all_modes,
     stands_on,
     traced_functionally,
@@ -30,7 +28,6 @@ from remat.transforms.context import scoped
 from remat.transforms.scan.compiled.fx_passes import (
     activations_first,
     added_to_inputs,
-    aliases_dropped,
     constants_once,
     only_rows_viewed,
     put_in_place,
@@ -304,14 +301,10 @@ class UnrolledStep:
         if not results(graph):
             return lambda *_: ()
         inputs = [_empty(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")]
-        options = options_of(self.compiler)
-        if options is None or not fits_cpu(graph, inputs):
-            if options is not None or stands_on(self.compiler):  # others copy what is fenced
-                activations_first(graph, cotangents)
-                constants_once(graph)
-            return compiled_bare(self.compiler, graph, inputs)
-        aliases_dropped(graph)
-        return compiled_for_cpu(graph, inputs, options)
+        if is_inductor(self.compiler) or stands_on(self.compiler):  # others copy what is fenced
+            activations_first(graph, cotangents)
+            constants_once(graph)
+        return compiled_bare(self.compiler, graph, inputs)
 
 
 def _traced(
