@@ -239,7 +239,7 @@ def repeated(function: Callable[..., Any]) -> Any:
 
 
 # A raw kernel (Triton, ctypes, NumPy on shared memory) writes without an op and without a new version. Doors
-# to raw memory that Python code has are torch functions, but for the old `to_dlpack` (`tape/unseen.py`). What
+# to raw memory that Python code has are torch functions, but for the old `to_dlpack` (`tape/tape.py`). What
 # lies in memory that was shown is unknown from then on. (An extension that asks for the pointer in C++ is not
 # seen.) Nor is it an op to set `tensor.data`. ADDRESSES are read and written, whether memory is there or not.
 ADDRESSES = frozenset("data_ptr const_data_ptr __dlpack__ apply_ map_ map2_".split())

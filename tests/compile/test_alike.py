@@ -205,7 +205,7 @@ COPIED = {
         chain(remat(mlp, policy=checkpoint_policy(lambda info: info.index % 2 == 0, stateful=True))),
         0,
     ),
-    # One pull-back is moved ahead of a reader outside (`compiled/turns.py`), and traced by itself.
+    # One pull-back is moved ahead of a reader outside (`compiled/lowering.py`), and traced by itself.
     "under value_and_grad": (by_func(remat(mlp)), 5),
     "tied weights": (tied, 6),
     "two factors": (factors, 4),

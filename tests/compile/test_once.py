@@ -21,7 +21,7 @@ from torch._inductor.utils import run_and_get_code
 
 from remat import remat, save_matmuls
 from remat.transforms import value_and_grad
-from tests.compile.inside import nested
+from tests.compile.inside import fx
 from tests.compiled import compiled
 from tests.helpers import rand, same
 
@@ -31,7 +31,7 @@ marked = torch.compiler.nested_compile_region
 @pytest.fixture
 def once(monkeypatch):
     """Every compiler lowers a subgraph once."""
-    monkeypatch.setattr(nested, "is_inductor", lambda _: True)
+    monkeypatch.setattr(fx, "is_inductor", lambda _: True)
 
 
 class Calls:

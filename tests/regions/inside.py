@@ -11,10 +11,10 @@ from remat.transforms.eager import Frame  # a call in plain autograd: recorded, 
 from remat.transforms.ops import tensors_in  # the tensors in an op's operands or results
 from remat.transforms.tape import (
     program,  # steps that run again are listed once
-    shapes,  # the table of what is saved for its shape alone
+    reachability,  # the table of what is saved for its shape alone
 )
 
 __all__ = [
     "Frame", "Work", "direct_call", "dual_level_known_if_any", "modes", "numpy_random",
-    "program", "python_random", "shapes", "tensors_in",
+    "program", "python_random", "reachability", "tensors_in",
 ]  # fmt: skip

@@ -1,26 +1,22 @@
 """Regions written out in a compiler's graph."""
 
 from remat.transforms.compiled.barrier import (
-    ONCE,  # the op of a value that is computed once in a graph
-    GraphDedup,  # one call of a region
-    dedup_key,  # what two calls of regions have in common if one is a copy of the other but for its tensors
+    CAPTURED,
+    NAMED,
+    ONCE,
+    VARIABLE,
+    GraphDedup,
+    dedup_key,
+    give_name,
+    named,
 )
 from remat.transforms.compiled.lowering import (
-    CONSTANT_SHARE,  # what constants may take, as a share of the largest operand
-    DEAR,  # ops that cost more than to read what they made
-    GraphLowering,  # runs primitives at the bottom of the functorch levels (a `functorch.primitive.World`)
-    constant_key,  # what values that depend on nothing have in common if they are the same
-)
-from remat.transforms.compiled.names import (
-    CAPTURED,  # the op that marks a value as an operand
-    NAMED,  # the op that carries a name through a graph
-    VARIABLE,  # the op that marks what is differentiated by
-    give_name,  # `named` outside of Dynamo
-    named,  # an alias of `tensor` that every recording in progress knows by `name`
-)
-from remat.transforms.compiled.turns import (
-    PRODUCTS,  # products of matrices
-    RECOMPUTED,  # the key under which a graph's nodes say which call of a region they recompute
-    before_products,  # let a wide activation be recomputed before its own gradient is
-    is_view,  # whether a node is another look at its operand's memory
+    CONSTANT_SHARE,
+    DEAR,
+    PRODUCTS,
+    RECOMPUTED,
+    GraphLowering,
+    before_products,
+    constant_key,
+    is_view,
 )

@@ -16,8 +16,15 @@ that the nodes depend on is known to be the same; all else is traced. (Twelve sm
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import (
+    Callable,
+    Hashable,
+    Sequence,
+)
+from typing import (
+    Any,
+    Protocol,
+)
 
 import torch
 from torch.fx import Node
@@ -25,6 +32,7 @@ from torch.fx import Node
 from remat.transforms.compat import (
     NodeSpan,
     Template,
+    as_it_is,
     depth,
     described,
     graph_memory,
@@ -32,12 +40,22 @@ from remat.transforms.compat import (
     in_transform,
     lowered_once,
     must_save,
+    traced,
     tracer_at_work,
+    unwrapped,
 )
-from remat.transforms.compat import tags as tags_now
+from remat.transforms.compat import (
+    tags as tags_now,
+)
+from remat.transforms.context import recordings
+from remat.transforms.offload import Elsewhere, copied_to_host, lane, to_device
 from remat.transforms.ops import Traits, tensors_in
 from remat.transforms.region import Region
-from remat.transforms.sharded import Wrapper, local_tensors, wraps
+from remat.transforms.sharded import (
+    Wrapper,
+    local_tensors,
+    wraps,
+)
 from remat.transforms.state import Ambient
 
 _library = torch.library.Library("remat", "FRAGMENT")
@@ -405,3 +423,158 @@ class GraphDedup:
         tracer = None if self.dedup_key is None else tracer_at_work()
         given = None if tracer is None else described(tensors)
         return tracer, given
+
+
+# -- names -----------------------------------------------------------------------------------------------
+# Naming a value, so that a compiler's graph keeps the name.
+
+
+# Composite: below autograd and functorch only the alias is left, which has all their rules.
+_library.define("checkpoint_name(Tensor(a) value, str name) -> Tensor(a)")
+# Signposts in Dynamo's graphs: what a region hands out because `capture` wants it, and what `capture_grads`
+# differentiates by.
+_library.define("captured(Tensor(a) value, str name) -> Tensor(a)")
+_library.define("variable(Tensor(a) value) -> Tensor(a)")
+
+
+def give_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """`named` outside of Dynamo."""
+    # An op of its own: the value that is named may be one of several results of the op that made it.
+    alias = tensor.view_as(tensor)
+    for mode in recordings():
+        for part in local_tensors([unwrapped(alias)]):
+            mode.name(part, name)
+    return alias
+
+
+def _alias(tensor: torch.Tensor, *_: str) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+for _op, _kernel in (("checkpoint_name", give_name), ("captured", _alias), ("variable", _alias)):
+    _library.impl(_op, _kernel, "CompositeImplicitAutograd")
+    # torch.vmap does not take the composite for a rule of its own.
+    _library.impl(_op, _kernel, "FuncTorchBatchedDecomposition")
+NAMED = torch.ops.remat.checkpoint_name.default
+CAPTURED = torch.ops.remat.captured.default
+VARIABLE = torch.ops.remat.variable.default
+
+
+def named(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An alias of `tensor` that every recording in progress knows by `name`."""
+    if torch.compiler.is_dynamo_compiling():
+        # Nothing is recorded yet: the op stands in the graph until it is traced.
+        return NAMED(tensor, name)
+    return give_name(tensor, name)
+
+
+# -- sent ------------------------------------------------------------------------------------------------
+# Kept values that a graph sends to host memory and fetches for the recomputation.
+#
+# A graph has one order. So the fetch of a region is put before the recomputation of the region that is
+# recomputed before it: as in eager, copies run beside what is computed (`offload.transfer`), one region
+# ahead.
+
+
+# A CUDA graph holds no host memory, and its replay asks nobody whether a copy has arrived. (Inductor is told
+# to capture no part of such a graph.)
+for _schema in (
+    "send(Tensor value) -> Tensor",
+    "sent(Tensor value, Tensor[] hosts) -> Tensor",
+    "fetch(Tensor host, Device device, Tensor[] after) -> Tensor",
+    "arrived(Tensor value, Tensor[] after) -> Tensor",
+    "arrived.wait(Tensor value) -> ()",
+):
+    _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
+
+# By the address of what was fetched: the mark that says when it is there.
+_marks: dict[int, Any] = {}
+
+
+def _send(value: torch.Tensor) -> torch.Tensor:
+    return copied_to_host(value)
+
+
+def _fetch(host: torch.Tensor, device: torch.device, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    copy = to_device(host, device)
+    if copy.mark is not None:
+        _marks[copy.tensor.data_ptr()] = copy.mark
+    return copy.tensor
+
+
+def _wait(value: torch.Tensor) -> None:
+    # What was fetched is computed with from now on: Inductor's code calls this.
+    mark = _marks.pop(value.data_ptr(), None) if _marks else None
+    if mark is not None:
+        lane(value).arrived(value, mark)
+
+
+def _arrived(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    _wait(value)
+    return as_fenced(value, after)
+
+
+def _send_fake(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value, device="meta" if value.is_meta else "cpu")
+
+
+for _name, _kernel, _fake in (
+    ("send", _send, _send_fake),
+    ("sent", as_fenced, fence_fake),
+    ("fetch", _fetch, lambda host, device, after: torch.empty_like(host, device=device)),
+    ("arrived", _arrived, fence_fake),
+    ("arrived.wait", _wait, lambda value: None),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"remat::{_name}", _fake, lib=_library)
+
+# What they wait for may be batched, as with a fence.
+_library.impl("fetch", lambda host, device, after: _fetch(host, device, ()), "Batched")
+_library.impl("arrived", lambda value, after: _arrived(value, ()), "Batched")
+FETCH = torch.ops.remat.fetch.default
+_SEND, ARRIVED = torch.ops.remat.send.default, torch.ops.remat.arrived.default
+
+
+def behind(value: torch.Tensor, first: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`value`, behind a fence that stands after `first`: what is sent, or copies of what is written to.
+    Otherwise those might be made as the forward ends, or in the backward. What comes behind may be a result
+    of the graph: it is no copy."""
+    return fenced(value, first, torch.ops.remat.sent.default)
+
+
+class Sent(Elsewhere):
+    """A kept value that the graph copies to the host."""
+
+    __slots__ = ("before", "device", "fetched", "host", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, waits: bool = False) -> None:
+        """`waits`: it is sent when the next one that waits is made, so the last of a graph never is."""
+        self.device, self.tensor, self.host = tensor.device, as_it_is(tensor), None
+        self.fetched: torch.Tensor | None = None
+        self.before: Sent | None = None
+        if waits and (at := traced(tensor)) is not None:
+            self.before = _waiting.get(at[0])
+            _waiting[at[0]] = self
+        for one in (self.before,) if waits else (self,):
+            if one is not None:
+                one.host = on_local(_SEND, one.tensor)
+
+    def hosts(self) -> list[torch.Tensor]:
+        """What was sent when this value was made: itself, or the one that had waited."""
+        first = self.before if self.before is not None else self
+        return [] if first.host is None else [first.host]
+
+    def fetch(self, after: Sequence[torch.Tensor]) -> None:
+        """Begin to copy it back, once `after` are there."""
+        if self.host is not None:
+            self.fetched = on_local(FETCH, self.host, self.device, list(local_tensors(after)))
+
+    def fenced(self, after: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The value on its device, behind a fence."""
+        if self.fetched is None:
+            return fence_below(self.tensor, after)
+        return fenced(self.fetched, after, ARRIVED)
+
+
+# The value of a graph under way that waits.
+_waiting: weakref.WeakKeyDictionary[Any, Sent] = weakref.WeakKeyDictionary()

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import as_it_is, graph_memory, graph_storage, must_save, traced
-from remat.transforms.compiled.barrier import Origins, fence, fence_below, snapshot
-from remat.transforms.compiled.sent import Sent
-from remat.transforms.compiled.turns import PRODUCTS, looked_at
+from remat.transforms.compat import as_it_is, graph_memory, graph_storage, must_save
+from remat.transforms.compiled.barrier import (
+    Origins,
+    Sent,
+    fence_below,
+    snapshot,
+)
 from remat.transforms.context import Mode, active, untracked
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Aliasing
@@ -370,33 +371,3 @@ class GraphReplay(Mode):
             f"the recomputation of region {self.tape.region!r} does not repeat its forward in the traced "
             f"graph: {what}. Please report this as a bug in remat; policy=save_nothing compiles such regions."
         )
-
-
-# Of a graph under way: how many calls that are still to be pulled back are given a node's value.
-_calls: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()
-
-
-def given_to(operands: Tensors, calls: int = 1) -> None:
-    """Note that so many calls of regions are given these operands, and are still to be pulled back."""
-    for tensor in operands:
-        if (at := traced(tensor)) is not None:
-            _calls.setdefault(at[0], Counter())[at[1]] += calls
-
-
-def parts(gradients: Tensors, operands: Tensors) -> tuple[torch.Tensor, ...]:
-    """Gradients of a call's operands, each in memory of its own if another call's will be added to it.
-
-    Compilers compute a sum over rows, such as a bias has for its gradient, in the kernel that adds it to
-    another. That kernel runs in the last of the pull-backs, and what it reads of all others would be held
-    until then.
-    """
-    given_to(operands, -1)
-
-    def more(gradient: torch.Tensor, operand: torch.Tensor) -> bool:
-        made, read = traced(gradient), traced(operand)
-        others = made and read and _calls[read[0]][read[1]] > 0
-        # A product is a buffer in any case.
-        return bool(made and others and looked_at(made[1]).target not in PRODUCTS)
-
-    pairs = zip(gradients, operands, strict=True)
-    return tuple([fence(given, [given]) if more(given, operand) else given for given, operand in pairs])

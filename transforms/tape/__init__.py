@@ -3,26 +3,27 @@
 from remat.transforms.tape.follower import (
     TraceFollower,  # a recorder that expects the ops of an earlier tape
 )
-from remat.transforms.tape.holders import (
-    holders,  # who holds tensors from outside, by weak references
-    holds,  # note one of them
-    noticing,  # not empty once fused steps are watched
-)
 from remat.transforms.tape.kept_values import (
     KeptValues,  # the part of a recorder that keeps values
 )
 from remat.transforms.tape.observers import (
-    Kept,  # one tensor that a region keeps from its forward to its backward
-    listen,  # collect what the regions called inside keep, in a new list or whatever else has `append`
-    made_by,  # the blocks of memory of an op's results that are not those of its operands, with their keys
-    report,  # tell every listener of this thread of a kept tensor
+    Kept,
+    holders,
+    holds,
+    listen,
+    made_by,
+    noticing,
+    report,
 )
 from remat.transforms.tape.program import (
     Program,  # what of a tape has to run for some of the values that autograd saved
 )
 from remat.transforms.tape.reachability import (
-    Ends,  # the nodes that made the results of a forward, and those behind each
-    Reachability,  # the results of one forward with the autograd nodes behind each
+    Ends,
+    Reachability,
+    read_for_shape,
+    shapes_read,
+    standing_for,
 )
 from remat.transforms.tape.recorder import (
     Recorder,  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
@@ -32,11 +33,6 @@ from remat.transforms.tape.replay import (
     Recorded,  # one settled forward of a primitive
     Replay,  # hands out kept values where a region's function runs again
     may_be_absent,  # the ops that a second run may leave out
-)
-from remat.transforms.tape.shapes import (
-    read_for_shape,  # the saved values whose shape is all that their nodes read
-    shapes_read,  # the same of a run that is not on a tape
-    standing_for,  # what autograd gets for one: its shape, in the memory of one element
 )
 from remat.transforms.tape.snapshots import (
     Held,  # a value of a region, held until the backward
@@ -50,19 +46,17 @@ from remat.transforms.tape.snapshots import (
     versions_again,  # let writes be counted from where they were before a region's
 )
 from remat.transforms.tape.tape import (
-    OFFLOAD,  # the verdict: keep in host memory
-    RECOMPUTE,  # the verdict: run again
-    SAVE,  # the verdict: keep
-    Needs,  # which ops of a tape run again for the values that a backward reads
-    Node,  # one op of a region
-    Stop,  # ends a recomputation once everything that was asked for is there
-    Tape,  # the ops of one run of a region
-    ValueNumbering,  # numbers of tensor objects
-    holds_unseen,  # whether a node may read tensors that no saved-tensor hook was told of
-    map_tensors,  # a function applied to the tensors of an op's results
-    nodes_behind,  # the autograd nodes behind some, with numbers from a start on
-)
-from remat.transforms.tape.template import (
-    Ref,  # stands for a value in the template of a call
-    refs_in,  # the numbers in a template
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    Needs,
+    Node,
+    Ref,
+    Stop,
+    Tape,
+    ValueNumbering,
+    holds_unseen,
+    map_tensors,
+    nodes_behind,
+    refs_in,
 )

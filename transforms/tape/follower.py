@@ -7,13 +7,24 @@ those of the tape, what that teaches holds; a forward that leaves the tape is re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import (
+    Callable,
+    Iterable,
+    Sequence,
+)
+from types import SimpleNamespace
+from typing import (
+    Any,
+    NamedTuple,
+)
 
 import torch
 
 from remat.transforms.compat import DispatchMode, function_modes_asked, functions_as_they_are, is_strided
-from remat.transforms.context import active, untracked
+from remat.transforms.context import (
+    active,
+    untracked,
+)
 from remat.transforms.ops import (
     Decisions,
     is_shape_arithmetic,
@@ -24,13 +35,20 @@ from remat.transforms.ops import (
     tensors_in,
     traits,
 )
+from remat.transforms.placeholders import without_data
 from remat.transforms.pytree import constants_alike
 from remat.transforms.state import first_draw
 from remat.transforms.tape.program import call_of
 from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.so_far import show_so_far
-from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape, ValueNumbering
-from remat.transforms.tape.template import Ref, refs_in
+from remat.transforms.tape.tape import (
+    RECOMPUTE,
+    Node,
+    Outside,
+    Ref,
+    Tape,
+    ValueNumbering,
+    refs_in,
+)
 
 _weak, _references = weakref.ref, weakref.getweakrefcount
 
@@ -436,3 +454,46 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return not isinstance(value, complex) and (type(value) is not float or value * 0 == 0 != value)
+
+
+# -- so far ----------------------------------------------------------------------------------------------
+# A policy that is asked from the middle of a forward on: it is shown the ops so far.
+#
+# A plan is followed op by op, and would refuse the rest of a forward. And what a rank does not keep because
+# its call alone has left the trace, such as a collective's result, it would wait for in its backward, for
+# ever.
+
+
+Owner = Callable[[Node, torch.Tensor], "int | None"]
+
+
+def show_so_far(selector: Any, tape: Tape, owner: Owner) -> None:
+    """Let a selector see the ops so far with their names: it may count them, or bar looks at a value."""
+    names = dict[int, list[tuple[int, str]]]()
+    for number, name in tape.names:
+        names.setdefault(tape.makers[number], []).append((number, name))
+    past = SimpleNamespace(tape=tape, owner=owner, judge=_no, judge_again=_no)
+    for i, node in enumerate(tape.nodes):
+        facts, node.name = traits(node.op), None
+        if (not facts.writes or facts.conditional is not None) and not node.optional:
+            selector.decide(i, node, *untracked(_described, tape, node))
+        for number, name in names.get(i, ()):
+            node.name = name
+            selector.name(past, i, untracked(without_data, tape.meta_of(number)), name)
+
+
+def _described(tape: Tape, node: Node) -> tuple[Any, Any, Any]:
+    """The arguments and results of an op that has run, metadata in the place of tensors."""
+
+    def show(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return without_data(tape.meta_of(value))
+        if isinstance(value, (list, tuple)):
+            return type(value)([show(v) for v in value])
+        return value
+
+    return show(node.args), {k: show(v) for k, v in node.kwargs.items()}, without_data(node.outs)
+
+
+def _no(*_: Any) -> None:
+    """What was kept of ops that have run stays as it is, whatever is said of their names."""

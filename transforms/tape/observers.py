@@ -4,15 +4,29 @@ listens."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import (
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass
-from typing import Any
+from typing import (
+    Any,
+    Protocol,
+)
 
 import torch
 
-from remat.transforms.compat import is_strided, storage_key
+from remat.transforms.compat import (
+    is_strided,
+    storage_key,
+    watch_fused_steps,
+)
 from remat.transforms.context import active
+from remat.transforms.ops import storage
 from remat.transforms.pytree import flatten
+from remat.transforms.sharded import local_tensors
 
 
 @dataclass(frozen=True)
@@ -65,3 +79,39 @@ def listen(heard: Any = None) -> Iterator[Any]:
     finally:
         # By identity: two listeners that heard nothing compare equal.
         active.listeners = tuple([other for other in active.listeners if other is not heard])
+
+
+# -- holders ---------------------------------------------------------------------------------------------
+# Who holds tensors from outside until a backward, for writes by fused optimizers, which no version tells.
+
+
+class Holder(Protocol):
+    """What holds tensors until a backward and knows their versions."""
+
+    def memories(self) -> Iterable[int]:
+        """Their storages."""
+        ...
+
+
+# Weak references to those that are alive; each takes its own out when it goes. (A set's own methods, as
+# every call of a region adds one.)
+holders: set[weakref.ref[Any]] = set()
+# Not empty once fused steps are watched.
+noticing: list[bool] = []
+
+
+def holds(holder: Holder) -> None:
+    """Note a holder, and watch fused steps from the first one on."""
+    if not noticing:
+        noticing.append(True)
+        watch_fused_steps(_stepped)
+    holders.add(weakref.ref(holder, holders.discard))
+
+
+def _stepped(parameters: Sequence[torch.Tensor]) -> None:
+    """Count up the versions of those parameters that are held."""
+    alive = [holder for ref in list(holders) if (holder := ref()) is not None]
+    held = {key for holder in alive for key in holder.memories()}
+    for parameter in parameters if held else ():
+        if any(storage(part) in held for part in local_tensors([parameter])):
+            torch.autograd.graph.increment_version(parameter)

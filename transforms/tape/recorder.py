@@ -49,20 +49,24 @@ from remat.transforms.placeholders import Meta, without_objects
 from remat.transforms.sharded import wraps
 from remat.transforms.state import GeneratorState, first_draw
 from remat.transforms.tape.kept_values import OWN_DRAWS, KeptValues
-from remat.transforms.tape.snapshots import Snapshot
+from remat.transforms.tape.snapshots import (
+    Contents,
+    Snapshot,
+    memory_around,
+)
 from remat.transforms.tape.tape import (
     RECOMPUTE,
     SAVE,
     SMALL,
     Node,
     Outside,
+    Ref,
     Tape,
     ValueNumbering,
     is_graded,
     map_tensors,
+    reads,
 )
-from remat.transforms.tape.template import Ref
-from remat.transforms.tape.unseen import Contents, memory_around, reads
 
 _as_strided, _copy = torch.ops.aten.as_strided.default, torch.ops.aten.copy_.default
 # What stands in a template as it is, and means the same in another call.

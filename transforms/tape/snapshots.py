@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from remat.transforms.context import active, beyond_regions, numbered, numbered_
 from remat.transforms.errors import RematError, written
 from remat.transforms.offload import Elsewhere, Store, away_in
 from remat.transforms.ops import (
+    address,
     hands_out,
     lying_as,
     memory_of,
@@ -252,6 +254,54 @@ class Snapshot:
         if self.memory is None:
             return [] if self.tensor is None else [self.tensor]
         return [octets(self.memory)]
+
+
+class Contents:
+    """What lies in a memory of a region's own that others may fill past torch: samplers, NumPy, raw kernels.
+
+    Attributes:
+        known: its numbers, as far as ops tell; None where nothing has told of any.
+        shown: whether user code has looked at it.
+    """
+
+    __slots__ = ("_memory", "known", "shown")
+
+    def __init__(self, memory: torch.UntypedStorage, filled: bool, shown: bool) -> None:
+        self._memory, self.shown = weakref.ref(memory), shown
+        self.known = memory.clone() if filled else None
+
+    def now(self) -> torch.UntypedStorage | None:
+        """The memory, None where its numbers are known, or nobody has it any more."""
+        memory = self._memory()
+        if memory is None or (self.known is not None and torch.equal(octets(memory), octets(self.known))):
+            return None
+        return memory
+
+    def written(self) -> bool:
+        """An op has written to it; whether others may still fill it unseen."""
+        if self.known is not None and (memory := self._memory()) is not None:
+            self.known = memory.clone()
+        return self.shown
+
+
+def memory_around(known: Iterable[Any], tensor: torch.Tensor) -> tuple[Any, int]:
+    """The known memory in which `tensor` lies, and where, though its storage is another.
+
+    DLPack and extensions make storages of their own around memory that they are given.
+    """
+    memory = memory_of(tensor)
+    if memory is None or type(tensor) is not torch.Tensor or not tensor.numel() or not memory_is_real():
+        return None, 0
+    if (first := address(memory)) is None:
+        return None, 0
+    first += int(tensor.storage_offset()) * tensor.element_size()
+    for entry in known:
+        there = entry[0]() if entry[1] >= 0 else None
+        if there is None or there.device != memory.device or (start := address(there)) is None:
+            continue
+        if start <= first < start + there.nbytes():
+            return entry, (first - start) // tensor.element_size()
+    return None, 0
 
 
 class WriteNotes(StrayWatch):

@@ -32,8 +32,7 @@ from remat.transforms.ops import (
     version_of,
 )
 from remat.transforms.placeholders import Meta
-from remat.transforms.tape.template import refs_in
-from remat.transforms.tape.unseen import is_drawn_over, is_read_first
+from remat.transforms.pytree import constants_alike
 
 # Bytes of what is from outside, or filled past torch, that a region may hold without being told to.
 SMALL = 1 << 20
@@ -43,6 +42,58 @@ RUN, KEPT, SKIP = 0, 1, 2
 
 class Stop(BaseException):
     """Ends a recomputation once everything that was asked for is there."""
+
+
+# -- templates of calls: the arguments of an op with numbers in the place of tensors ------------------------
+
+
+class Ref(int):
+    """Stands for the value of this number in the template of a call: 0, 1, ... are results of ops, in their
+    order; -1, -2, ... come from outside."""
+
+    __slots__ = ()
+
+
+def same_constants(want: Any, value: Any) -> bool:
+    """Whether the arguments of a call are those of the forward, tensors aside."""
+    if type(want) is Ref or isinstance(value, torch.Tensor):
+        return type(want) is Ref and isinstance(value, torch.Tensor)
+    if isinstance(want, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(want) == len(value) and all(map(same_constants, want, value))
+    if isinstance(want, dict):
+        return want.keys() == value.keys() and all(same_constants(want[k], value[k]) for k in want)
+    return type(want) is not type(value) or constants_alike(want, value)
+
+
+def refs_in(template: Any) -> list[int]:
+    """The numbers in a template, in their order."""
+    found: list[int] = []
+    stack = [template]
+    while stack:
+        value = stack.pop()
+        if type(value) is Ref:
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            stack.extend(reversed(value))
+        elif isinstance(value, dict):
+            stack.extend(reversed(value.values()))
+    return found
+
+
+def pairs(want: Any, value: Any) -> Iterator[tuple[int, Any]]:
+    """The numbers in a template, each with the tensor in its place."""
+    if type(want) is Ref:
+        yield want, value
+    elif isinstance(want, (tuple, list)):
+        # (Nobody has compared their lengths under determinism_check="none".)
+        for one, other in zip(want, value, strict=False):
+            yield from pairs(one, other)
+    elif isinstance(want, dict):
+        for key in want.keys() & value.keys():
+            yield from pairs(want[key], value[key])
+
+
+# -- ops and tapes -------------------------------------------------------------------------------------------
 
 
 @dataclass(init=False, eq=False, repr=False, slots=True)
@@ -298,6 +349,58 @@ def _fills_unseen(tape: Tape, live: Iterable[int]) -> bool:
     made = [i for i in live if traits(tape.nodes[i].op).uninitialized and numel(tape.nodes[i].outs)]
     unwritten = (i for i in made if i not in tape.last_write or is_read_first(tape, i))
     return any(not is_drawn_over(tape, i) for i in unwritten)
+
+
+# A raw kernel is no op: what tells of it is an op that reads what none has filled.
+# Torch's own ops that do not read what they write into, either, and may leave a part of it as it is.
+_FILL_PARTS = frozenset(
+    "set_ resize_ resize_as_ index_copy_ index_fill_ index_put_ _index_put_impl_ masked_fill_ "
+    "masked_scatter_ put_ scatter_ fill_diagonal_".split()
+)
+
+# Dropout under levels of torch.func is drawn for a tensor without numbers.
+_DRAWS_OVER = torch.ops.aten.bernoulli.p
+
+
+def is_read_first(tape: Any, empty: int) -> bool:
+    """Whether the first op that touches the memory that op `empty` made reads it."""
+    for node in tape.nodes[empty + 1 :]:
+        if reads(tape, node.op, node.args, node.kwargs, empty):
+            return True
+        if empty in node.written and not traits(node.op).changes_shape:
+            return False
+    return False
+
+
+def reads(tape: Any, op: Any, args: Any, kwargs: Any, root: int, left: bool = False) -> bool:
+    """Whether a call reads numbers in the memory `root`; `args` and `kwargs` are its template; `left`: or may
+    leave some as they are (it fills a part).
+
+    So do ops in place: `SobolEngine.draw` fills memory past torch, and scales it by `mul_`. Others' ops count
+    as if they did not read what they write.
+    """
+    facts = traits(op)
+    if facts.view or facts.only_shape:
+        return False
+    # `index_put_(..., accumulate=True)` adds.
+    fills = facts.fills or facts.name in _FILL_PARTS
+    fills = not facts.native or (fills and not any(arg is True for arg in args))
+    unread = {at for at in facts.writes if not left and (fills or isinstance(at, str))}
+    given = [arg for at, arg in enumerate(args) if at not in unread and not (facts.shape_only and at == 0)]
+    given += [arg for name, arg in kwargs.items() if name not in unread]
+    return any(tape.root_of(number) == root for number in refs_in(given))
+
+
+def is_drawn_over(tape: Any, empty: int) -> bool:
+    """Whether all that is read of what op `empty` made is its shape, for a draw."""
+    drawn = False
+    for node in tape.nodes[empty + 1 :]:
+        facts = traits(node.op)
+        if not (facts.view or facts.only_shape) and any(tape.root_of(n) == empty for n in node.reads()):
+            if node.op is not _DRAWS_OVER:
+                return False
+            drawn = True
+    return drawn and all(tape.root_of(number) != empty for number, _ in tape.packed)
 
 
 def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:
