@@ -46,6 +46,49 @@ OTHERWISE = (
         "the function runs again under torch.func: a count that an op reads is told, a list grows twice",
     ),
     Expected(
+        "in_checkpoint counted cloned on_cpu",
+        "torch.func",
+        "same invalid",
+        "saved tensor hooks|",
+        "torch.func refuses hooks around a transform inside",
+    ),
+    Expected(
+        LEVELS,
+        "hessian_inside",
+        "same failed",
+        "has_fw_view|",
+        "a tangent that a region keeps is a view of one: an assertion of torch's own, loud",
+    ),
+    Expected(
+        LEVELS + " linearize in_checkpoint in_scan counted cloned on_cpu",
+        "raw",
+        "same invalid refused",
+        "",
+        "no wrapper of torch.func has memory to fill; what a second run does not repeat is told",
+    ),
+    Expected(
+        "vmap_grad plain_over_vmap vmap_vmap_grad grad_vmap vmap vmap_hessian",
+        "numbers_of_what_is_overwritten columns_chosen_by_numbers",
+        "invalid",
+        "data|item",
+        "vmap has no numbers for Python",
+    ),
+    Expected(
+        "forward_ad",
+        "loop_of_regions captured_result_that_no_tangent_reaches constants_written_viewed_and_drawn "
+        "forward_jacobian_inside",
+        "invalid",
+        "inplace|Nested forward",
+        "torch's formula for softmax's tangent, and forward mode in forward mode",
+    ),
+    Expected(
+        "vmap_vmap_grad jvp",
+        "result_that_no_tangent_reaches",
+        "invalid",
+        "out",
+        "torch refuses `out=` there",
+    ),
+    Expected(
         "in_checkpoint",
         "buffers python state moving_average_replaced",
         "same failed invalid refused",
@@ -98,7 +141,7 @@ OTHERWISE = (
     ),
     Expected(
         LEVELS,
-        "embedding_renormalized",
+        "embedding_renormalized embedding_renormalized_beside_a_transform",
         "same refused invalid failed",
         "leaf Variable|argument|",
         "the embedding writes into its weight, which requires gradients: told where it is an operand",
@@ -158,6 +201,7 @@ _FUNC += (
     "value_and_grad vjp_twice grad_vmap"
 )
 _NO_FUNC = (
+    "batch_norm_before_a_forward_derivative queue_pushed_in_a_region_inside "
     "delayed_scaling queue_of_features convolution_and_batch_norm "
     "batch_norm_in_a_region_inside running_mean queue_head queue_shifted batch_norm "
     "batch_norm_twice mean_lerped queue_flat_view accumulating_backward_inside old_function "

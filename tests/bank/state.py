@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tests.bank.library import R
 from tests.bank.program import program
 
 
@@ -277,3 +278,73 @@ def shared_list(m, x, y):
     t = m.shared
     t.append(len(x))
     return x * len(t)
+
+
+@program("", "draws")
+def many_small_draws(m, x, y):
+    for _ in range(12):
+        x = 0.5 * x + torch.sin(m.scale * x) * torch.randn(4, dtype=x.dtype)
+    return x * y
+
+
+@program("", "draws")
+def draws_of_odd_numbers(m, x, y):
+    """What is left of a pair of normal numbers is a part of a state."""
+    for i in range(9):
+        noise = torch.randn(1 + i % 5, dtype=x.dtype).sum() * torch.normal(torch.zeros(3), 1.0).sum()
+        x = 0.5 * x + torch.sin(m.scale * x) * noise
+    return x * y
+
+
+@program("", "state draws")
+def draws_between_seeds(m, x, y):
+    for i in range(9):
+        if i % 4 == 2:
+            torch.manual_seed(i)
+        x = 0.5 * x + torch.sin(m.scale * x) * torch.randn(4, dtype=x.dtype)
+    return x * y
+
+
+@program("", "draws")
+def small_draws_and_large_ones(m, x, y):
+    for i in range(6):
+        x = 0.5 * x + torch.sin(m.scale * x) * torch.rand(3000 if i % 3 == 2 else 4, dtype=x.dtype)[:4]
+    return x * y
+
+
+@program("", "state draws nests")
+def seeds_and_states_in_a_region_inside(m, x, y):
+    def drawn(x):
+        before = m.generator.get_state()
+        m.generator.manual_seed(3)
+        a = x.sin() * torch.rand(4, generator=m.generator, dtype=x.dtype)
+        m.generator.set_state(before)
+        return a * x.cos() * torch.rand(4, generator=m.generator, dtype=x.dtype)
+
+    return R(drawn)(x).sin() * y
+
+
+@program("", "raw state draws nests memory")
+def generator_in_a_region_inside_that_runs_again(m, x, y):
+    x.detach().cpu().numpy()
+    return R(lambda x: (x * torch.rand(4, generator=m.generator, dtype=x.dtype)).sin())(x) * x.cos()
+
+
+@program("", "buffers nests")
+def queue_pushed_in_a_region_inside(m, x, y):
+    def push(x):
+        with torch.no_grad():
+            m.queue.copy_(torch.cat([x.detach()[:1], m.queue[:-1]]))
+        h = x * m.queue[1].sin()
+        other = h.clone()
+        other[x > 0] = h[x > 0].sin()
+        return h + other
+
+    return R(push, "everything")(x) * y
+
+
+@program("", "state stores nests")
+def result_kept_from_the_last_step(m, x, y):
+    out = torch.func.grad(lambda t: R(lambda t: (t @ m.w).tanh())(t).sum())(x) * x
+    m.last = (x * 2).exp().detach()[0] * out[0]
+    return out * y

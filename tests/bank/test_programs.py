@@ -28,17 +28,19 @@ def drawn(name: str, count: int) -> list[tuple[str, str]]:
     return [(way, READY[(at + k * 3) % len(READY)]) for k, way in enumerate(["backward", *ways[1:]])]
 
 
-def holds(program: Program, way: str, policy: str, layout: str = "contiguous") -> None:
+def holds(program: Program, way: str, policy: str, layout: str = "contiguous", **around: str) -> None:
     """The pair goes as the bank expects: three calls in a row, and one without regions after them."""
     steps = [{"how": way}, {"how": way, "layout": layout}, {"how": way}]
     forget()
-    verdict = check(subject(program, policy), steps, torch.float64)
+    verdict = check(subject(program, policy), [step | around for step in steps], torch.float64)
     wanted = expected.of(program, way)
-    if layout != "contiguous" and verdict.kind == "invalid":
-        return  # torch refuses the layout, as `view` does
+    # Torch refuses some layouts, as `view` does, and hooks around a transform; what is copied first it takes.
+    if (layout != "contiguous" or around) and "invalid" in (verdict.kind, wanted.kind):
+        return
     kinds = {"same", "memory"} if wanted.kind == "same" else set(wanted.kind.split())
-    assert verdict.kind in kinds, f"{program.name} {way} {policy} {layout}: {verdict}, expected {wanted}"
-    assert re.search(wanted.says, verdict.what), (program.name, way, verdict.what)
+    told = f"{program.name} {way} {policy} {layout} {around}"
+    assert verdict.kind in kinds, f"{told}: {verdict}, expected {wanted}"
+    assert re.search(wanted.says, verdict.what), (told, verdict.what)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -56,6 +58,42 @@ def test_program_on_another_layout(name: str) -> None:
     # Under torch.func dropout of what is not contiguous draws another mask (docs/limits.md).
     way = "backward" if "draws" in BANK[name].tags else ("backward", "grad")[len(name) % 2]
     holds(BANK[name], way, READY[len(name) % len(READY)], layout)
+
+
+# What may be around a step, and in which ways it is differentiated there.
+PLAIN = ["backward", "double", "partial", "two_forwards"]
+FUNC = ["grad", "vjp", "jvp", "vmap_grad", "hessian", "grad_grad"]
+AROUND = {
+    "inference": FUNC,
+    "mode": PLAIN + FUNC,
+    "mode forward": PLAIN,
+    "clones": PLAIN,
+    "clones back": PLAIN,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NAMES)
+def test_program_with_something_around(name: str) -> None:
+    """A mode of the user's that changes results, inference mode under torch.func, hooks that make copies."""
+    at, source = NAMES.index(name), BANK[name].source
+    around = list(AROUND)[at % len(AROUND)]
+    if "mode" in around and "checkpoint(" in source:
+        pytest.skip("torch's checkpoint runs the function again without the mode: the plain side is wrong")
+    holds(BANK[name], AROUND[around][at // 5 % len(AROUND[around])], READY[at % len(READY)], around=around)
+
+
+# Derivatives of higher order, and what traces.
+DEAR = "hessian jacrev jacfwd third mixed vmap_hessian plain_over_jvp".split()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("way", "name"), [(way, name) for k, way in enumerate(DEAR) for name in NAMES[7 * k :: 48]]
+)
+def test_program_in_a_dear_way(way: str, name: str) -> None:
+    if (name, way) not in expected.ENDS:
+        holds(BANK[name], way, READY[NAMES.index(name) // 3 % len(READY)])
 
 
 TRACED = ("PURE", "WRITES", "BUFFERS", "RANDOM", "COMMON")

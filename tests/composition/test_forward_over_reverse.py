@@ -93,13 +93,6 @@ def test_forward_mode(case, run):
     same(RUNS[run](fn), RUNS[run](plain))
 
 
-@pytest.mark.parametrize("case", sparse(CASES))
-def test_gradcheck(case):
-    h = X.clone().requires_grad_()
-    torch.autograd.gradcheck(CASES[case][0], h, check_forward_ad=True)
-    torch.autograd.gradgradcheck(CASES[case][0], h, check_fwd_over_rev=True)
-
-
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 @pytest.mark.parametrize("fn", sparse([F.silu, F.mish, F.gelu, F.hardswish]), ids=lambda fn: fn.__name__)
 def test_ops_with_a_backward_for_more_derivatives(fn):
@@ -143,34 +136,3 @@ def test_zeros_keep_their_values_below_a_mode():
             got = torch.ops.aten.mul.Scalar(zero, factor)
             assert got.dtype == want.dtype and torch.equal(got, want)
             assert torch.equal(torch.ops.aten.add.Scalar(zero, factor, 2), want + 2 * factor)
-
-
-UNBATCHED = {
-    "computed": lambda a: lambda row: a.sin(),
-    "as it is": lambda a: lambda row: a,
-    "beside one": lambda a: lambda row: (row * 2, a.cos())[1],
-    "a number": lambda a: lambda row: (a + 1).sum(),
-}
-
-
-@pytest.mark.parametrize("inner", [False, True])
-@pytest.mark.parametrize("case", sparse(UNBATCHED))
-def test_a_vmap_inside_whose_result_has_no_batch(case, inner):
-    """Vmap makes a new tensor of it, which nothing has made as far as torch functions tell."""
-    x, y = rand(3, 4), rand(3, 4)
-
-    def loss(s, wrap):
-        def block(a, b):
-            part = UNBATCHED[case](a)
-            many = torch.func.vmap(wrap(part) if inner else part)(torch.stack([b, b]))
-            return many.sum(0) * b
-
-        return wrap(block)(y * s[0], x * s).sin().sum()
-
-    ones = torch.ones(4, dtype=x.dtype)
-    for way in (
-        lambda fn: torch.func.hessian(fn)(ones),
-        lambda fn: torch.func.jacfwd(torch.func.grad(fn))(ones),
-        lambda fn: torch.func.grad(fn)(ones),
-    ):
-        same(way(lambda s: loss(s, remat)), way(lambda s: loss(s, lambda fn: fn)))

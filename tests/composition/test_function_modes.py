@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
 from torch.overrides import TorchFunctionMode
 
 from remat import remat, scan_remat
-from tests.helpers import crossed, rand, sparse
+from tests.helpers import crossed, rand
 
 
 class Changes(TorchFunctionMode):
@@ -23,24 +22,6 @@ class Changes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         return out * 1.25 if func in (torch.sin, Tensor.sin, torch.tanh, Tensor.tanh) else out
-
-
-class OfFunctions(TorchFunctionMode):
-    """Changes what an `autograd.Function` gives, where it is asked about that."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out * 3.0 if str(func) == "custom_function_call" else out
-
-
-class Every(TorchFunctionMode):
-    """Changes whatever it is asked about that gives a tensor of floats."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.autograd.grad, Tensor.requires_grad_, Tensor.sum) or "__get__" in str(func):
-            return out
-        return out * 1.01 if isinstance(out, Tensor) and out.is_floating_point() else out
 
 
 class Told(TorchFunctionMode):
@@ -171,43 +152,6 @@ WITH: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "scan": (2, scanned),
     "scan in a region": (2, lambda fn: remat(scanned(fn))),
 }
-
-
-@contextlib.contextmanager
-def both() -> Iterator[None]:
-    with Changes(), OfFunctions():
-        yield
-
-
-MODES: dict[str, Callable[[], Any]] = {"inside": Changes, "both": both, "every": Every}
-# What a custom rule of the backward inside reads is met as a captured tensor, with or without a mode.
-REFUSED = ("vmap of grad", "hessian")
-# Torch refuses a Function without `setup_context` at its levels.
-PLAIN = ("alone", "backward", "backward within", "twice")
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated")
-@pytest.mark.parametrize(("function", "way"), sparse(crossed(FUNCTIONS, WAYS)))
-def test_a_mode_changes_what_it_changes_without(function: str, way: str) -> None:
-    if function == "old" and way not in PLAIN:
-        pytest.skip("torch refuses it")
-    if function == "scripted" and way not in (*PLAIN, "grad", "vjp"):
-        pytest.skip("torch optimizes it for the levels that it has met, and gives other numbers at others")
-    fn, x = FUNCTIONS[function], rand(3, 4)
-    for mode in MODES.values():
-        with mode():
-            try:
-                expected = {1: WAYS[way](fn, x), 2: WAYS[way](lambda x: fn(fn(x)), x)}
-            except RuntimeError:
-                continue  # torch refuses it
-        for name, (times, make) in WITH.items():
-            if name == "region in a region" and function == "a transform inside" and way in REFUSED:
-                continue
-            made = make(fn)
-            for _ in range(2):
-                with mode():
-                    found = WAYS[way](made, x)
-                torch.testing.assert_close(found, expected[times], msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("way", ["backward", "grad", "vmap of grad", "vjp"])

@@ -1,17 +1,16 @@
 """`torch.func.functional_call`: the tensors that it puts into modules are there in every recomputation, which
 runs after it, however the region's function leads to its modules."""
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 
-from remat import remat, save_matmuls, save_nothing, scan_remat
-from tests.helpers import crossed, rand, same
+from remat import remat, save_matmuls, save_nothing
+from tests.helpers import rand, same
 
 
 class Net(nn.Module):
@@ -26,64 +25,6 @@ class Net(nn.Module):
         return torch.tanh(self.lin(x) * self.b) * self.b
 
 
-HELD: list[Net] = []
-BLOCK: Any = None
-
-
-class Holder:
-    def __init__(self, net):
-        self.net = net
-
-
-def by_function(net, make):
-    def inner(x):
-        return net(x)
-
-    return make(lambda x: inner(x).sin())
-
-
-def by_region(net, make):
-    inner = make(lambda x: net(x))
-    return make(lambda x: inner(x).sin())
-
-
-def by_global(net, make):
-    HELD[:] = [net]
-    return make(lambda x: HELD[0](x).sin())
-
-
-def by_global_region(net, make):
-    global BLOCK
-    HELD[:], BLOCK = [net], make(lambda x: HELD[0](x))
-    return make(lambda x: BLOCK(x).sin())
-
-
-def by_scan(net, make):
-    def step(c, _):
-        return net(c).sin(), None
-
-    return make(lambda x: scan_remat(step, x, length=2)[0])
-
-
-def by_object(net, make):
-    held = Holder(net)
-    return make(lambda x: held.net(x).sin())
-
-
-WAYS = {
-    "cell": lambda net, make: make(lambda x: net(x).sin()),
-    "function": by_function,
-    "region": by_region,
-    "list": lambda net, make: make(functools.partial(lambda nets, x: nets[0](x).sin(), [net])),
-    "dict": lambda net, make: make(lambda x, nets={"a": net}: nets["a"](x).sin()),  # noqa: B006
-    "object": by_object,
-    "global": by_global,
-    "region of a module": by_global_region,
-    "bound method": lambda net, make: make(net.forward),
-    "scan": by_scan,
-}
-
-
 class Model(nn.Module):
     def __init__(self, way, make):
         super().__init__()
@@ -92,41 +33,6 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.region(x)
-
-
-def in_autograd(f, x, values):
-    x, values = x.clone().requires_grad_(), {k: v.clone().requires_grad_() for k, v in values.items()}
-    return torch.autograd.grad(f(values, x).square().sum(), (x, *values.values()))
-
-
-def pulled_later(f, x, values):
-    made: Any = vjp(lambda x: f(values, x), x)
-    return made[1](torch.ones_like(made[0]))
-
-
-RUNS = {
-    "autograd": in_autograd,
-    "grad": lambda f, x, values: grad(lambda x, values: f(values, x).square().sum(), (0, 1))(x, values),
-    "grad of x": lambda f, x, values: grad(lambda x: f(values, x).square().sum())(x),
-    "vjp": pulled_later,
-    "vmap(grad)": lambda f, x, values: vmap(grad(lambda x: f(values, x).square().sum()))(x),
-}
-
-
-@pytest.mark.parametrize(("way", "run", "swapped"), crossed(WAYS, RUNS, ["b", "lin.weight", "both"]))
-def test_recomputations_see_what_was_put_in(way, run, swapped):
-    names = ["b", "lin.weight"] if swapped == "both" else [swapped]
-
-    def found(make):
-        torch.manual_seed(0)
-        model = Model(WAYS[way], make)
-        given = {"b": torch.full((3,), 2.5).double(), "lin.weight": rand(3, 3, seed=1)}
-        values = {f"net.{name}": given[name] for name in names}
-        f = lambda values, x: functional_call(model, values, (x,))  # noqa: E731
-        return [RUNS[run](f, rand(4, 3), values) for _ in range(2)]
-
-    policy = save_matmuls if swapped == "both" else None
-    same(found(functools.partial(remat, policy=policy)), found(lambda f: f))
 
 
 @pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated

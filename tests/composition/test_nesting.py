@@ -5,21 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from remat import remat, scan_remat
+from remat import remat
 from remat.policies import save_everything, save_matmuls, save_nothing, save_ops
 from tests.compiled import Graphs, dots
-from tests.helpers import FEW, POLICIES, OpCounter, crossed, rand, same
+from tests.helpers import POLICIES, OpCounter, crossed, rand, same
 
 aten = torch.ops.aten
 W = rand(4, 4)
-
-
-def stack(depth, wrap):
-    """`wrap` around the same function `depth` times."""
-    fn = lambda x, w: torch.tanh(torch.sin(x @ w) @ w)  # noqa: E731
-    for _ in range(depth):
-        fn = wrap(fn)
-    return fn
 
 
 RUNS = {
@@ -34,39 +26,12 @@ RUNS = {
 }
 
 
-COMBINED = pytest.mark.parametrize(
-    ("run", "outer", "inner"), crossed(RUNS, FEW, ["nothing", "matmuls", "everything"], every=4)
-)
-
-
-@COMBINED
-def test_a_view_of_a_weight_inside(run, outer, inner):
-    """Autograd saves the transposed weight: a look at a tensor that the region around is to hand over."""
-    x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
-    layer = lambda x, w: F.linear(x.sin(), w).sin()  # noqa: E731
-    inside = remat(layer, policy=POLICIES[inner])
-    region = remat(lambda x, w: inside(x, w).cos(), policy=POLICIES[outer])
-    expected = RUNS[run](lambda x, w: layer(x, w).cos(), x, w)
-    for _ in range(3):
-        same(RUNS[run](region, x, w), expected)
-
-
 def test_a_view_of_a_weight_under_hooks_of_the_users():
     x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
     layer = lambda x, w: F.linear(x.sin(), w).sin()  # noqa: E731
     with torch.autograd.graph.save_on_cpu():
         out = remat(layer, policy=save_matmuls)(x, w).square().sum()
     same(torch.autograd.grad(out, (x, w)), RUNS["backward"](layer, x, w))
-
-
-def test_many_calls_in_a_row():
-    """Python gives a new tensor the address of one that is gone: it must not be taken for that one."""
-    x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
-    inside = remat(stack(0, None), policy=save_everything)
-    region = remat(lambda x, w: inside(x.sin(), w).exp(), policy=POLICIES["unbatched"])
-    expected = RUNS["grad"](lambda x, w: stack(0, None)(x.sin(), w).exp(), x, w)
-    for _ in range(100):
-        same(RUNS["grad"](region, *[rand(*t.shape).requires_grad_() for t in (x, w)]), expected)
 
 
 def backward_counts(fn, *args):
@@ -91,20 +56,6 @@ def test_what_any_enclosing_region_saves_is_not_recomputed(outer, inner, recompu
     inside = remat(lambda x: x.exp().sin(), policy=inner)
     ops = backward_counts(remat(lambda x: inside(x * 2), policy=outer), rand(3))
     assert ops["exp"] == recomputed
-
-
-def test_scan_in_a_region_in_a_region_by_capturing():
-    ws, x = rand(2, 4, 4), rand(3, 4)
-
-    def scanned(w, x):
-        body = lambda h, _: (torch.tanh(h @ w), None)  # noqa: E731
-        return scan_remat(body, x, length=1, checkpoints="sqrt", policy=save_ops(aten.tanh))[0]
-
-    inner = lambda w, x: remat(lambda x: scanned(w, x), policy=save_matmuls)(x)  # noqa: E731
-    region = remat(lambda w, x: inner(w, x).sum(), policy=save_matmuls)
-    expected = vmap(lambda w: grad(lambda x: torch.tanh(x @ w).sum())(x))(ws)
-    for _ in range(5):  # memory that nobody has written may hold the right numbers
-        same(vmap(lambda w: grad(region, 1)(w, x))(ws), expected)
 
 
 WAYS = {
@@ -161,37 +112,6 @@ def test_every_call_runs_as_many_ops_as_the_first(innermost, outermost):
             region(x * 1).sum().backward()
         counts.append((counter["sin"], counter["exp"]))
     assert counts == [(1, 1)] * 4
-
-
-# A region inside makes a view of what is seen nowhere else. The one around returns overlapping views of it.
-VIEWS = {
-    "expanded": lambda x: x.sum(0, keepdim=True).sin().expand_as(x),
-    "part": lambda x: x.sin()[:2],
-    "windows": lambda x: x.sin().reshape(-1).unfold(0, 4, 2),
-    "transposed": lambda x: x.sin().t(),
-    "complex": lambda x: torch.complex(x.sin(), x.cos())[:2],
-}
-OVERLAPS = {
-    "twice": lambda v: (v, v),
-    "alike": lambda v: (v, v.view_as(v)),
-    "rows": lambda v: (v[:2], v[1:3]),
-    "columns": lambda v: (v[..., 0], v[..., :2], v[..., 1:]),
-    "reals": lambda v: (v[..., :2], (torch.view_as_real(v) if v.is_complex() else v)[..., 1:], v[..., 1:]),
-}
-
-
-@pytest.mark.parametrize(("inner", "outer"), list(zip(VIEWS, OVERLAPS, strict=True)))
-def test_overlapping_views_of_what_a_region_inside_made(inner, outer):
-    def loss(wrap):
-        made = wrap(VIEWS[inner])
-        seen = wrap(lambda x: OVERLAPS[outer](made(x)))
-        return lambda x: sum((k * t).abs().square().sum() for k, t in enumerate(seen(x), 1))
-
-    x = rand(3, 4)
-    for transform in (grad, lambda f: grad(lambda x: grad(f)(x).square().sum())):
-        same(transform(loss(remat))(x), transform(loss(lambda f: f))(x))
-    rows = torch.stack([x, 2 * x])
-    same(vmap(grad(loss(remat)))(rows), vmap(grad(loss(lambda f: f)))(rows))
 
 
 @pytest.mark.parametrize("read", [False, True])

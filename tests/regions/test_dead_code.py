@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from remat import checkpoint_policy, remat, save_everything, save_matmuls, save_nothing, saved_residuals
 from tests.helpers import crossed, rand
@@ -170,15 +169,3 @@ def test_a_probe_that_somebody_keeps_in_some_calls(program, policy, lives):
                 loss = loss + logged.pop()
             found.append(torch.autograd.grad(loss, (x, w)))
         torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("program", ["products", "reduction", "own_rule"])
-def test_inside_of_torchs_checkpoint(program):
-    def plain(x, w):
-        return PROGRAMS[program](x, w, lambda value: value.item())
-
-    x, w = given()
-    region = remat(plain)
-    for _ in range(3):
-        found = gradients(lambda x, w: checkpoint(region, x, w, use_reentrant=False), x, w)
-        torch.testing.assert_close(found, gradients(plain, x, w))

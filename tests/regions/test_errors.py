@@ -431,13 +431,6 @@ def test_captured_tensor_whose_level_is_gone():
     same(grad(lambda x: region(x).sum())(rand(3)), grad(lambda x: torch.exp(x * leaked[0]).sum())(rand(3)))
 
 
-def test_saved_tensor_hooks_around_torch_func_are_refused_as_without_remat():
-    region = remat(lambda x: x.sin().exp())
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        x = rand(3).requires_grad_()
-        same(torch.autograd.grad(region(x).sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Attempted to insert")
 def test_a_linearized_function_inside_a_region_is_refused_in_words():

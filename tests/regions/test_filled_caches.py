@@ -8,63 +8,14 @@ import pytest
 import torch
 from torch.func import grad, hessian, jvp, vmap
 
-from remat import RematError, remat, save_matmuls, save_nothing
-from tests.helpers import crossed, rand, same, unseen
+from remat import RematError, remat
+from tests.helpers import rand, same, unseen
 
 D = torch.float64
 
 
 def table(rows: int) -> torch.Tensor:
     return torch.outer(torch.arange(rows, dtype=D), 1 / 10 ** torch.arange(0, 2, dtype=D)).cos()
-
-
-def a_written_mask():
-    cache: list[Any] = []
-
-    def fn(x):
-        if not cache:
-            cache.append(
-                torch.full(x.shape, -1.0, dtype=D).triu_(1).masked_fill_(torch.ones(x.shape) > 2, 0.5)
-            )
-        return (x + cache[0]).exp() * x
-
-    return fn
-
-
-class Tables(dict[int, Any]):
-    def same(self, x):
-        return x
-
-
-def read_by_a_region_inside():
-    tables = Tables()
-
-    def fn(x):
-        remat(tables.same)(x)  # what its method belongs to leads to the cache
-        return (x * tables.setdefault(len(x), table(len(x)))).sin() * x
-
-    return fn
-
-
-def of_the_first_batch():
-    cache: dict[str, Any] = {}
-    return lambda x: (x * cache.setdefault("scale", x.detach().mean(0).cos())).sin() * x
-
-
-def filled_by_a_region_inside():
-    cache: dict[int, Any] = {}
-
-    def inner(x, scale):
-        return (x * cache.setdefault(len(x), table(len(x))) * scale).sin()
-
-    return lambda x: remat(inner)(x, x.cos()) * remat(inner)(x.sin(), x)
-
-
-CACHES = [
-    a_written_mask,
-    read_by_a_region_inside,
-    filled_by_a_region_inside,
-]
 
 
 def total(fn):
@@ -83,29 +34,6 @@ WAYS = {
     "grad of grad": lambda fn: grad(lambda x: grad(total(fn))(x).square().sum())(rand(3, 2)),
     "a raw kernel beside it": lambda fn: plainly(fn),
 }
-
-
-@pytest.mark.parametrize(("make", "way", "policy"), crossed(CACHES, WAYS, [save_nothing, save_matmuls]))
-def test_a_cache_that_the_forward_fills(make, way, policy):
-    """Call after call: torch alone fails in the second hessian, as it takes off one wrapper of two."""
-
-    def beside(fn):
-        return (lambda x: fn(x) * (x + unseen(x, 0.5)).tanh()) if way.startswith("a raw") else fn
-
-    want, region = WAYS[way](beside(make())), remat(beside(make()), policy=policy)
-    for _ in range(1 if way == "hessian" else 2):
-        same(WAYS[way](region), want)
-
-
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
-@pytest.mark.parametrize("way", ["grad", "a raw kernel beside it"])
-def test_what_is_made_of_the_first_batch(way, policy):
-    """A second run makes it anew, and reads the first. (A vmap is gone by the second call, in torch, too.)"""
-    plain, fn = of_the_first_batch(), of_the_first_batch()
-    region = remat((lambda x: fn(x) * (x + unseen(x, 0.5)).tanh()) if "raw" in way else fn, policy=policy)
-    want = WAYS[way]((lambda x: plain(x) * (x + 0.5).tanh()) if "raw" in way else plain)
-    for _ in range(2):
-        same(WAYS[way](region), want)
 
 
 class Filling(torch.nn.Module):

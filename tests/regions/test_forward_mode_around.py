@@ -90,17 +90,6 @@ def nested(region: Any, way: Way, change: Callable[[], Any] = lambda: None) -> T
     return pull(torch.ones_like(loss))[0]
 
 
-@pytest.mark.parametrize(("way", "step", "drop"), crossed(WAYS, [stepped, nested], [0.0, 0.5], every=2))
-def test_it_is_as_without_remat(way, step, drop):
-    layer = Layer()
-    layer.drop = drop
-    found = []
-    for function in (layer, remat(layer)):
-        torch.manual_seed(3)
-        found.append([step(function, way) for _ in range(2)])
-    same(found[1], found[0])
-
-
 @pytest.mark.parametrize(
     ("way", "step", "name"), crossed(WAYS, [stepped, nested], ["scale", "share"], every=2)
 )
@@ -151,46 +140,12 @@ def test_autocast_and_batches_in_other_places():
     torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-2)
 
 
-def tangent_of(run: Callable[[Tensor], Tensor], x: Tensor) -> Any:
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, x.cos())
-        return torch.autograd.forward_ad.unpack_dual(run(dual)).tangent
-
-
-def linearized(run: Callable[[Tensor], Tensor], x: Tensor) -> Any:
-    return torch.func.linearize(run, x)[1](x.cos())
-
-
-@pytest.mark.filterwarnings("ignore:Attempted to insert")
-@pytest.mark.parametrize("way", [tangent_of, linearized])
-def test_a_scan_pushes_the_tangent_of_what_its_body_captures(way):
-    x, start = rand(3, 4), rand(3, 4)
-
-    def scanned(x: Tensor) -> Tensor:
-        v = x.sin()
-        return scan_remat(lambda h, _: (remat(lambda h: h * v.cos())(h), None), start, length=2)[0]
-
-    same(way(scanned, x), way(lambda x: start * x.sin().cos() * x.sin().cos(), x))
-
-
 INSIDE = {
     "nothing": lambda f: f,
     "grad": lambda f: torch.func.grad(lambda a: f(a).sum()),
     "vmap": torch.func.vmap,
     "vjp": lambda f: lambda a: torch.func.vjp(f, a)[1](a.cos())[0],
 }
-
-
-@pytest.mark.filterwarnings("ignore:Attempted to insert")
-@pytest.mark.parametrize(("way", "inside"), crossed([tangent_of, linearized], INSIDE, every=2))
-def test_a_transform_inside_pushes_the_tangent_of_what_a_region_captures(way, inside):
-    x, start = rand(3, 4), rand(3, 4)
-
-    def run(wrap: Callable[..., Any], x: Tensor) -> Tensor:
-        v = x.sin() if inside != "vmap" else x.sin().sum(0)
-        return INSIDE[inside](wrap(lambda a: (a * v.cos()).sin() * a))(x * start)
-
-    same(way(lambda x: run(remat, x), x), way(lambda x: run(lambda f: f, x), x))
 
 
 @pytest.mark.parametrize("inside", INSIDE)

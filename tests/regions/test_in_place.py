@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.func import grad, vmap
 
 from remat import Decision, RematError, checkpoint_name, checkpoint_policy, remat
 from remat.policies import offload, save_everything, save_matmuls, save_names, save_nothing, save_ops
 from tests.helpers import rand, same, scalar, unseen
-
-aten = torch.ops.aten
 
 
 def backward(fn, x, w):
@@ -111,80 +108,6 @@ def test_a_backward_that_writes_to_what_another_one_reads(policy, last):
             same(torch.autograd.grad(region(x).sum(), x), torch.autograd.grad(f(x).sum(), x))
 
 
-def scaled(x, y):
-    h = x.sin()
-    return h.mul_(y) + h
-
-
-def turned(x, y):
-    """A write through a view: autograd makes that view again."""
-    h = torch.view_as_complex(x.sin().view(-1, 2, 2))
-    h.mul_(1j)
-    return torch.view_as_real(h).reshape(x.shape) * y
-
-
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
-@pytest.mark.parametrize("fn", [scaled, turned], ids=lambda fn: fn.__name__)
-def test_a_write_where_levels_differentiate_different_operands(fn, policy):
-    """Autograd copies what it will read of an operand; the run for one level may differentiate fewer."""
-    x, y = rand(3, 4), rand(3, 4, seed=1)
-
-    def inner(wrap):
-        region = wrap(fn)
-        return lambda x, y: grad(lambda y: region(x, y).sin().sum())(y).square().sum()
-
-    for of in (grad, torch.func.hessian, lambda f: vmap(grad(f), (0, None))):
-        many = torch.stack([x, x.cos()]) if of not in (grad, torch.func.hessian) else x
-        want = of(inner(lambda f: f))(many, y)
-        region = inner(lambda f: remat(f, policy=policy))
-        same(of(region)(many, y), want)
-        same(of(region)(many, y), want)
-
-
-def test_a_region_inside_that_returns_its_arguments():
-    """It has no results of its own, and leaves no op in the region around it."""
-
-    def outer(region):
-        def pair(a, b):
-            first, second = region(lambda a, b: (a, b))(b, a)
-            return first * 1.5 + second
-
-        return lambda x: region(pair)(x, x.sin()).sum()
-
-    same(grad(outer(remat))(rand(3)), grad(outer(lambda f: f))(rand(3)))
-
-
-@pytest.mark.parametrize("policy", [save_ops(aten.select), save_everything], ids=["views", "everything"])
-@pytest.mark.parametrize("inner", [save_nothing, save_everything], ids=repr)
-def test_a_view_of_a_buffer_that_a_later_call_overwrites(inner, policy):
-    """What a policy keeps of a view lies in the buffer: it is made again from the memory as it was."""
-
-    def make(wrap, around):
-        queue = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
-
-        def push(x):
-            with torch.no_grad():
-                queue.copy_(torch.cat([x.detach()[:1], queue[:-1]]))
-            h = x * queue[1].sin()
-            other = h.clone()
-            other[x > 0] = h[x > 0].sin()
-            return h + other
-
-        inside = wrap(push)
-        return around(lambda x: inside(x))
-
-    found = []
-    for region in (
-        make(lambda f: f, lambda f: f),
-        make(lambda f: remat(f, policy=inner), lambda f: remat(f, policy=policy)),
-    ):
-        for _ in range(2):
-            inputs = [rand(3, 4, seed=seed).requires_grad_() for seed in range(2)]
-            outs = [region(x).sin().sum() for x in inputs]
-            found += [torch.autograd.grad(outs[i], inputs[i])[0] for i in (1, 0)]
-    same(found[4:], found[:4])
-
-
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("policy", [None, save_matmuls])
 def test_an_op_that_resizes_what_it_writes_to(policy, nested):
@@ -239,32 +162,6 @@ def test_a_kept_result_that_the_caller_writes_to(way, fn, policy):
         return [grad(loss)(x) if way == "grad" else torch.autograd.grad(loss(x), x)[0] for _ in range(2)]
 
     same(found(lambda fn: remat(fn, policy=policy)), found(lambda fn: fn))
-
-
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_parameter_that_is_written_to_without_gradients_beside_a_transform(trained, depth):
-    """An embedding scales rows of its table down in its forward (`max_norm`)."""
-
-    def grads(region):
-        torch.manual_seed(0)
-        table, lin = nn.Embedding(5, 4, max_norm=0.5, dtype=torch.float64), nn.Linear(4, 4).double()
-        table.weight.requires_grad_(trained)
-
-        def fn(a):
-            by = torch.func.grad(lambda t: lin(t).sin().sum())(a)
-            return table(torch.arange(len(a)) % 5) * a * by
-
-        for _ in range(depth):
-            fn = region(fn)
-        found = []
-        for _ in range(2):
-            x = rand(3, 4).requires_grad_()
-            leaves = [x, lin.weight, *[table.weight][: int(trained)]]
-            found += [*torch.autograd.grad(fn(x).square().sum(), leaves), table.weight.detach().clone()]
-        return found
-
-    same(grads(remat), grads(lambda fn: fn))
 
 
 def test_a_parameter_that_is_written_to_with_gradients_beside_a_transform_is_torchs_error():

@@ -99,24 +99,6 @@ def test_a_mode_around_the_backward_alone_changes_nothing(fn):
         torch.testing.assert_close([x.grad, w.grad], want, rtol=0, atol=0)
 
 
-def test_two_modes_and_nested_regions():
-    def outer(x, w):
-        return remat(layer)(layer(x, w), w)
-
-    def plain(x, w):
-        return layer(layer(x, w), w)
-
-    @contextlib.contextmanager
-    def both():
-        with Scaled(), Scaled((torch.cos, torch.Tensor.cos)):
-            yield
-
-    want, _ = grads(plain, both, False)
-    region = remat(outer)
-    for _ in range(2):
-        torch.testing.assert_close(grads(region, both, False)[0], want, rtol=0, atol=0)
-
-
 class Tagged(torch.Tensor):
     """A subclass that changes what a function gives."""
 

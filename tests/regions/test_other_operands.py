@@ -268,8 +268,7 @@ def test_another_result_raises(way: Any, pull: Any, policy: Any) -> None:
     torch.testing.assert_close(stays, plain)
 
 
-@POLICIES
-@pytest.mark.parametrize("way", WAYS + RESULTS)
+@pytest.mark.parametrize(("way", "policy"), crossed(WAYS + RESULTS, [save_nothing, save_matmuls], every=4))
 def test_another_tensor_in_plain_autograd_and_under_one_level(way: Any, policy: Any) -> None:
     """The tape is what runs again: whatever was turned since makes no difference, to a function that calls
     torch.func neither."""

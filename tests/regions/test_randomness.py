@@ -14,61 +14,6 @@ from remat import RematError, checkpoint_policy, remat, save_all_but_names, scan
 from tests.helpers import POLICIES, crossed, nan_where_nobody_wrote, rand, same, unseen
 
 
-def test_seeding_inside():
-    def region(x):
-        torch.manual_seed(7)
-        return torch.exp(x * torch.rand(3, dtype=x.dtype))
-
-    def run(fn):
-        torch.manual_seed(0)
-        x = rand(3).requires_grad_()
-        out = fn(x)
-        torch.rand(5)
-        return torch.autograd.grad(out.sum(), x), torch.get_rng_state()
-
-    same(run(remat(region)), run(region))
-
-
-def _seeded(x, own):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        a = F.dropout(x.sin(), 0.5)
-    return a * F.dropout(x.cos(), 0.5)
-
-
-def _tracked(x, own):
-    """What trackers of states for tensor parallelism do, with a generator of the user's."""
-    before = own.get_state()
-    own.manual_seed(3)
-    a = x.sin() * torch.rand(x.shape, generator=own, dtype=x.dtype)
-    own.set_state(before)
-    return a * x.cos() * torch.rand(x.shape, generator=own, dtype=x.dtype)
-
-
-NESTED_RUNS = {
-    "backward": lambda fn, x: torch.autograd.grad(fn(x.requires_grad_()).sum(), x)[0],
-    "backward, grad inside": lambda fn, x: torch.autograd.grad(
-        (fn(x.requires_grad_()) * grad(lambda a: a.sin().sum())(x)).sum(), x
-    )[0],
-    "grad": lambda fn, x: grad(lambda x: fn(x).sum())(x),
-    "grad of grad": lambda fn, x: grad(lambda x: grad(lambda x: fn(x).sum())(x).sin().sum())(x),
-}
-
-
-@pytest.mark.parametrize(
-    ("how", "region", "policy"), crossed(NESTED_RUNS, [_seeded, _tracked], ["nothing", "matmuls"], every=2)
-)
-def test_seeding_inside_a_nested_region(how, region, policy):
-    def steps(make):
-        own = torch.Generator().manual_seed(1)
-        inner = make(lambda x: region(x, own))
-        outer = make(lambda x: inner(x).sin())
-        torch.manual_seed(0)
-        return [NESTED_RUNS[how](outer, rand(8, 8)) for _ in range(2)], torch.get_rng_state(), own.get_state()
-
-    same(steps(lambda f: remat(f, policy=POLICIES[policy])), steps(lambda f: f))
-
-
 @pytest.mark.parametrize(
     ("around", "inside", "own"),
     crossed(["odd", "even", "nothing"], ["nothing", "everything"], [False, True], every=2),
@@ -91,36 +36,6 @@ def test_a_backward_of_nested_regions_leaves_the_stream_alone(around, inside, ow
         before = torch.get_rng_state(), generator.get_state()
         torch.autograd.grad(out, x)
         same((torch.get_rng_state(), generator.get_state()), before)
-
-
-@pytest.mark.parametrize("how", ["ops", "transform", "raw memory", "func.grad", "jvp and autograd"])
-def test_generator_of_its_own_in_a_nested_region(how):
-    """Where the outer function runs again, the inner region notes states that its draws are to begin from."""
-
-    def steps(make):
-        own = torch.Generator().manual_seed(3)
-
-        def inner(x):
-            return (x * torch.rand(3, generator=own, dtype=x.dtype)).sin()
-
-        def outer(x):
-            if how == "raw memory":
-                x.detach().numpy()
-            scale = grad(lambda a: a.sin().sum())(x) if how == "transform" else x.cos()
-            return make(inner)(x) * scale
-
-        x, found = rand(3).requires_grad_(), []
-        for _ in range(3):
-            if how == "func.grad":
-                found.append(grad(lambda x: make(outer)(x).sum())(x.detach()))
-            elif how == "jvp and autograd":
-                tangent = torch.func.jvp(make(outer), (x,), (x.cos(),))[1]
-                found += torch.autograd.grad(tangent.sum(), x)
-            else:
-                found += torch.autograd.grad(make(outer)(x).sum(), x)
-        return [*found, own.get_state()]
-
-    same(steps(remat), steps(lambda f: f))
 
 
 def test_vmap_refuses_random_ops_as_without_remat():

@@ -160,7 +160,7 @@ def loss(wrap, how, op):
     return lambda w, x: wrap(how(op, w))(x).square().sum()
 
 
-@pytest.mark.parametrize(("op", "how"), crossed(NEW, HOW, every=2))
+@pytest.mark.parametrize(("op", "how"), crossed(NEW, HOW, every=4))
 def test_functions_of_the_new_style(op, how):
     for run in TRANSFORMS.values():
         for policy in ("nothing", "matmuls"):

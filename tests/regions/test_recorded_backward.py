@@ -23,7 +23,7 @@ from remat import (
     save_ops,
     scan_remat,
 )
-from tests.helpers import allocations, rand
+from tests.helpers import allocations, crossed, rand
 
 POLICIES: dict[str, Any] = {
     "save_nothing": save_nothing,
@@ -128,23 +128,9 @@ def twice_alike(run: Any, block: Any, policy: str) -> None:
             torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+@pytest.mark.parametrize(("block", "policy"), crossed(BLOCKS, POLICIES, every=4))
 def test_forces_are_those_without_a_region(block: Any, policy: str) -> None:
     twice_alike(lambda block: forces(block, leaves()), block, policy)
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
-def test_third_derivatives_and_two_penalties_of_one_graph(block: Any) -> None:
-    def run(block: Any) -> list[Tensor]:
-        x, w, v = leaves()
-        h = block(block(x, w, v), w, v)
-        (g,) = torch.autograd.grad(h.sin().sum(), x, create_graph=True)
-        (gg,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
-        seconds = [torch.autograd.grad(g[at].sum(), (w, x), retain_graph=True) for at in range(2)]
-        return [*torch.autograd.grad(gg.square().sum() + g.sum(), (x, w, v)), *seconds[0], *seconds[1]]
-
-    twice_alike(run, block, "save_nothing")
 
 
 @pytest.mark.parametrize("around", ["hooks", "backward hooks", "checkpoint", "autocast"])
@@ -232,9 +218,10 @@ def test_no_policy_takes_more_than_no_remat(way: Any, policy: str) -> None:
     assert way(region) <= 1.02 * way(mlp)
 
 
-@pytest.mark.parametrize("start", ["primal", "tangent"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("block", [mlp, drawn, in_stages, written], ids=lambda block: block.__name__)
+@pytest.mark.parametrize(
+    ("block", "policy", "start"),
+    crossed([mlp, drawn, in_stages, written], POLICIES, ["primal", "tangent"], every=4),
+)
 def test_a_backward_under_a_dual_level(block: Any, policy: str, start: str) -> None:
     """Of gradients of a tangent there is no tangent that torch would tell (with hooks it is another one)."""
 

@@ -56,49 +56,6 @@ def test_an_argument_that_nothing_reads_holds_nothing(calls: int) -> None:
     assert peak(lambda *args: region(positions, *args), calls) <= peak(network, calls)
 
 
-def two_ways(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    return (x @ w).cos().sin() + (y @ w).cos().sin()
-
-
-def test_passes_that_keep_no_graph_through_different_nodes() -> None:
-    # The sum at the end saves nothing, so that each pass frees its own branch only.
-    found = []
-    for fn in (two_ways, remat(two_ways, policy=save_matmuls)):
-        for _ in range(2):
-            x, y, w = rand(3, 3).requires_grad_(), rand(3, 3, seed=1).requires_grad_(), rand(3, 3, seed=2)
-            out = fn(x, y, w.requires_grad_())
-            found.append([*torch.autograd.grad(out.sum(), x), *torch.autograd.grad(out.sum(), y)])
-    for got in found[1:]:
-        torch.testing.assert_close(got, found[0], rtol=0, atol=0)
-
-
-class ReadsTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        h = x @ w
-        ctx.save_for_backward(x, w, h)
-        return h.sin()
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        x, h = ctx.saved_tensors[0], ctx.saved_tensors[2]
-        inner = cotangents[0] * h.cos()
-        return inner @ ctx.saved_tensors[1].t(), x.t() @ inner
-
-
-def test_a_function_that_reads_what_it_saved_twice() -> None:
-    def fn(x: Tensor, w: Tensor, unread: Tensor) -> Tensor:
-        return ReadsTwice.apply(x.cos(), w) + unread  # type: ignore[return-value]
-
-    found = []
-    for wrapped in (fn, remat(fn, policy=save_matmuls)):
-        for _ in range(3):
-            args = [rand(3, 3, seed=i).requires_grad_() for i in range(3)]
-            found.append(torch.autograd.grad(wrapped(*args).square().sum(), args))
-    for got in found[1:]:
-        torch.testing.assert_close(got, found[0], rtol=0, atol=0)
-
-
 def test_values_that_cannot_be_had_again_are_an_error() -> None:
     def fn(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
         return torch.addmm(bias, x, x).cos().sin() + torch.addmm(bias, y, y).cos().sin()

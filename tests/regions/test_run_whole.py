@@ -14,8 +14,6 @@ from torch.func import grad, vmap
 
 from remat import (
     RematError,
-    checkpoint_name,
-    checkpoint_policy,
     remat,
     save_matmuls,
     save_nothing,
@@ -23,33 +21,6 @@ from remat import (
     while_remat,
 )
 from tests.helpers import LiveBytes, nan_where_nobody_wrote, rand, same, unseen
-
-
-def nested(x: Any, y: Any, region: Callable[..., Any]) -> Any:
-    """A region beside a number that no op wrote, in a region."""
-
-    def inner(a, b):
-        return (a * b).sin() * a
-
-    def outer(a, b):
-        return region(inner)(a, b) * (a + unseen(a, 0.5)).tanh()
-
-    return region(outer)(x, y)
-
-
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
-@pytest.mark.parametrize("leaves", [(True, True), (True, False), (False, True), (False, False)])
-def test_a_region_inside_that_holds_an_argument(leaves, policy):
-    """Autograd holds leaves itself. Other arguments are handed to the region around, in both passes."""
-    found = []
-    regions: list[Any] = [lambda fn: fn, *[lambda fn: remat(fn, policy=policy)] * 2]
-    for region in regions:
-        x, y = rand(3, 4).requires_grad_(), rand(3, 4, seed=1).requires_grad_()
-        args = [t if leaf else t.exp() for t, leaf in zip((x, y), leaves, strict=True)]
-        out = nested(args[0], args[1], region)
-        found.append(torch.autograd.grad(out.sum(), (x, y)))
-    torch.testing.assert_close(found[1], found[0])
-    torch.testing.assert_close(found[2], found[0])
 
 
 @pytest.mark.parametrize("backward", [True, False])
@@ -195,27 +166,6 @@ def test_a_region_that_a_second_run_enters_otherwise():
     same(found(remat, by_loop), found(lambda fn: fn, lambda step, x: step(step(x))))
 
 
-def test_what_the_engine_asks_is_no_hook_of_the_functions():
-    """Its look at the graph of a region inside: `grad_fn`, by which hooks are set, too."""
-
-    def found(region):
-        x = rand(3, 4).requires_grad_()
-
-        def outer(a):
-            v = a.sin()
-
-            def inner(t):
-                region(lambda b: t.exp() * 1.5)(a) + 1
-                return a * x.sin().clone()
-
-            by_torch_func = grad(lambda t: region(inner)(t).sum())(v)
-            return by_torch_func * a + torch.autograd.grad(v.sin().sum(), v, create_graph=True)[0]
-
-        return [torch.autograd.grad(region(outer)(x).sum(), x)[0] for _ in range(2)]
-
-    same(found(remat), found(lambda fn: fn))
-
-
 def test_results_of_a_region_inside_that_depend_on_less_than_it_is_given():
     """The pull-back, at a level, takes all of them for results of each argument, and reads the more."""
     y = rand(3, 4, seed=1)
@@ -267,31 +217,6 @@ def test_a_region_inside_that_finds_a_weight_cast_already():
             return torch.autograd.grad(region(outer)(x).sum(), (x, lin.weight))
 
     same(found(remat), found(lambda fn: fn))
-
-
-def test_a_kept_view_that_a_region_inside_is_given():
-    """What it is a view of runs again, into other memory: the two values are told apart."""
-    every_other = checkpoint_policy(lambda info: info.index % 2 == 0)
-
-    def found(region):
-        w = rand(4, 4, seed=1).requires_grad_()
-
-        def loss(x, y):
-            def outer(a):
-                view = checkpoint_name(torch.tanh(x @ w), "h")
-
-                def inner(b, c):
-                    (b.sin() + a).exp()
-                    return b, c
-
-                b, c = region(inner)(view, a)
-                return b * 1.5 + c
-
-            return region(outer, policy=every_other)(y).sin().sum()
-
-        return grad(loss, (0, 1))(rand(3, 4), rand(3, 4, seed=2))
-
-    same(found(remat), found(lambda fn, policy=None: fn))
 
 
 def test_what_a_function_stores_is_of_its_last_call_after_a_backward():

@@ -1,6 +1,5 @@
 """What user code sees, stores or does behind torch's back comes out as without remat, call after call."""
 
-import functools
 import random
 from typing import Any
 
@@ -76,35 +75,6 @@ class RawInPlace(torch.autograd.Function):
 @POLICIES
 def test_a_raw_kernel_that_writes_over_a_visible_value(policy):
     check(lambda wrap: grads(wrap(lambda x: (RawInPlace.apply(x.sin(), W) * 2).sin().exp())), policy)
-
-
-@POLICIES
-@pytest.mark.parametrize("times", [1, 2])
-def test_numbers_that_python_reads_under_torch_func(policy, times):
-    """They are there again in the recomputation, though nothing else there needs them."""
-
-    def sums(x):
-        return x.sin().exp() * torch.tensor((x @ W).detach().sum(0).tolist(), dtype=x.dtype)
-
-    def overwritten(x):
-        h = x.cos()
-        numbers = h.detach().add_(1).tolist()
-        return x.exp() * torch.tensor(numbers, dtype=x.dtype) * h.zero_().add_(2)
-
-    def chosen(x):
-        return torch.stack([x[i, j].exp() for i, j in enumerate((x @ W).sin().argmax(1).tolist())]).sin()
-
-    for fn in (sums, overwritten, chosen):
-
-        def make(wrap, fn=fn):
-            made = wrap(fn)
-
-            loss: Any = lambda x: made(x).sum()  # noqa: E731
-            for _ in range(times):
-                loss = functools.partial(lambda inner, x: torch.func.grad(inner)(x).sin().sum(), loss)
-            return [loss(X), loss(X)]
-
-        check(make, policy)
 
 
 def test_numpy_of_a_number_that_nothing_else_reads_under_torch_func():

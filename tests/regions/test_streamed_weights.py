@@ -216,32 +216,6 @@ def test_hooks_of_the_backward_of_modules(way):
     torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)
 
 
-def test_one_weight_that_is_swapped_twice_in_a_region():
-    """The same parameter holds the weights of two blocks, one after the other."""
-    homes = [rand(3, 3, seed=i).float() for i in range(2)]
-
-    def run(wrap):
-        w = nn.Parameter(torch.zeros(3, 3))
-
-        def fn(x):
-            for home in homes:
-                w.data = home.clone()
-                x = (x @ w).sin()
-                x.register_hook(lambda g, home=home: setattr(w, "data", home.clone()) and None)
-            w.data = torch.zeros(3, 3)
-            return x
-
-        found = []
-        fn = wrap(fn)
-        for _ in range(2):
-            x = X.clone().requires_grad_()
-            fn(x).sum().backward()
-            found.append(x.grad)
-        return found
-
-    torch.testing.assert_close(run(region_of), run(lambda fn: fn), rtol=0, atol=0)
-
-
 class Sharded(nn.Module):
     """Weights in two halves, put together by hooks of layers where they are not there yet.
 
