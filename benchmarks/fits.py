@@ -6,8 +6,7 @@ The packages are not dependencies of this repository: those that cannot be impor
 is planned as it is, and at the lowest peak that a plan is found for. The steps then run, and the bytes that
 they allocate are read from the profiler. Peaks and limits are over what lives throughout the step. Where the
 lowest peak has regions, torch's checkpoint is measured on the blocks that fit tries: the lowest of those
-peaks. Where the blocks keep decisions, which torch's checkpoint does not, they are measured without these,
-too. There are two to four rows for each model in `benchmarks/results/fits.csv`.
+peaks. There are two or three rows for each model in `benchmarks/results/fits.csv`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import remat
 from benchmarks.common.records import RESULTS
 from remat._blocks import largest_class, listed
 from remat.cli.measure import trace_memory
-from remat.nn import settings_of
 
 CSV = RESULTS / "fits.csv"
 FIELDS = ("model", "planned_from", "peak", "predicted", "measured", "error", "regions", "limit")
@@ -312,12 +310,6 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
         limit = int(found[1].replace(",", ""))
         done = remat.fit(model, *args, peak=limit, **options)
         yield made("lowest", done.peak_bytes, len(done.applied), limit)
-        if any(kept.why == "decision" for kept in remat.saved_residuals(model, *args)):
-            for block in map(model.get_submodule, done.applied):
-                remat.nn.apply_to(block, **{**(settings_of(block) or {}), "keep_decisions": False})
-            peak = measured(model, args, loss)
-            facts = name, how, "lowest without decisions", "", peak, "", len(done.applied), ""
-            yield dict(zip(FIELDS, facts, strict=True))
         remat.nn.remove(model)
         try:
             peak, blocks = _lowest_checkpoint(model, args, loss)

@@ -120,8 +120,9 @@ def fit(
     the blocks counts (embeddings, head, loss), and gradients as the backward makes them. What lives
     throughout counts, too: weights, buffers, the optimizer's state, the arguments. Each block gets the plan,
     or the ready policy, that is cheapest for the whole. A block that needs none stays as it is. Of a peak one
-    part in 100 of the step is left free for what is not counted, one in 25 where it ran with data.
-    `remat.remove` undoes it.
+    part in 100 of the step is left free for what is not counted, one in 25 where it ran with data. The
+    caller is taken to hold the model's result through the backward. Where nothing else fits, decisions run
+    again (`keep_decisions=False`). `remat.remove` undoes it.
 
     A function (a loss, a step): the regions that it calls, wrapped as `remat(block,
     policy=checkpoint_policy(budget=...))`, share one budget or peak in place of their own. The result
@@ -335,7 +336,9 @@ def _ways(step: ModelStep, layers: nn.Layers | None, made: Callable[[list[str]],
         tried.append(way)
         if way.chosen is way.plain:
             break
-    return tried
+    if any(way.chosen is not None for way in tried):
+        return tried
+    return [*tried, *filter(None, [way.deciding_again() for way in tried])]
 
 
 def _cuts(model: torch.nn.Module, layers: nn.Layers | None, tried: list[Way]) -> Iterator[list[str]]:
@@ -343,13 +346,11 @@ def _cuts(model: torch.nn.Module, layers: nn.Layers | None, tried: list[Way]) ->
     if layers is not None:
         yield nn.fitting(model, layers, "remat.fit")
         return
-    cuts = 0
-    for names in listed(model):
-        cuts += 1
-        yield names
+    yield from (cuts := [*listed(model)])
     if any(way.chosen is not None for way in tried) or nn.regions(model):
         return
-    if names := largest_class(model):
+    names = largest_class(model)
+    if names and names not in cuts:
         yield names
     elif not cuts:
         raise no_blocks(model)

@@ -6,7 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,6 +140,9 @@ class Way:
     """A model that is cut into blocks, and a choice for each; `chosen` is None if none keeps to the limit.
 
     Without a limit `budget` says what the blocks may keep.
+
+    Attributes:
+        again: whether the blocks run their decisions again, such as routes: the last resort.
     """
 
     def __init__(
@@ -150,12 +153,14 @@ class Way:
         model: CostModel,
         ready: dict[str, Policy],
         budget: Any = None,
+        step: WholeStep | None = None,
     ) -> None:
-        self.source, self.names = source, names
+        self.source, self.names, self.again = source, names, step is not None
+        self._options = limit, model, ready, budget
         self.modules = {name: source.model.get_submodule(name) for name in names}
         # Regions of the user's come back whatever happens.
-        with _regions(list(self.modules.values())):
-            self.step = source.planned()
+        with nullcontext() if step else _regions(list(self.modules.values())):
+            self.step = step or source.planned()
         _check_differentiated(source.model, self.step)
         self.portfolio = Portfolio(self.step, model, ready)
         self.plain = self.portfolio.plain()
@@ -167,6 +172,11 @@ class Way:
             return
         allowed = limit * self._parts // (self._parts + 1)
         self.chosen = self.plain if self.plain.peak <= allowed else self.portfolio.within(allowed)
+
+    def deciding_again(self) -> Way | None:
+        """The same cut where decisions run again, None where there are none."""
+        step = self.step.deciding_again()
+        return step and Way(self.source, self.names, *self._options, step=step)
 
     def limit_of(self, chosen: Chosen) -> int:
         """The lowest limit, over what lives throughout, that a choice is taken for."""
@@ -192,6 +202,12 @@ class Way:
                 "happened. Tensors, gradients, random streams and attributes of modules were put back. Steps "
                 "that run other ops may have other peaks."
             )
+        if self.again:
+            yield (
+                "The blocks run their decisions again (keep_decisions=False), such as the routes of experts: "
+                "no plan that keeps these fits. Kernels that give other bits in a second run may decide "
+                "otherwise."
+            )
         if idle := len(self.modules) - len(set(self.called) & set(self.modules)):
             yield (
                 f"{idle} of {len(self.modules)} blocks did not run in this step: the plan is of the one path "
@@ -215,6 +231,8 @@ class Way:
             settings = nn.settings_of(module) or {}
             nn.remove_from(module)
             if (policy := found[name]) is not None:
+                if self.again or "keep_decisions" in settings:
+                    settings["keep_decisions"] = not self.again
                 nn.apply_to(module, **{**settings, "policy": policy})
         return found
 

@@ -55,7 +55,8 @@ def profile(graph: Graph, solution: Solution, **options: bool) -> Profile:
         options: as for `simulated`.
     """
     kept, saved = fresh(graph, solution.saved), solution.saved
-    stays = not options.get("compiled") and (several_results(graph.joint) or not graph.lent <= saved)
+    every = (graph.every or graph).joint  # the engine knows of no result that nobody uses
+    stays = not options.get("compiled") and (several_results(every) or not graph.lent <= saved)
     return simulated(graph, kept, saved, solution.replayed, solution.bytes, stays=stays, **options)
 
 
@@ -90,10 +91,6 @@ def simulated(
     read = {joint.values[v].storage for v in joint.saved}
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
     forever = ended | kept if stays else ended
-    if not compiled and not joint.hooked and replayed:
-        # Python runs as a whole, with its graph, and holds what it returns and what the backward begins with.
-        forward = live_bytes(joint, graph.ops, start=set(), forever=results | read)
-        forever = forever | results | tangents
     begun = kept | tangents | (_allocated(graph, saved) & graph.returned & read)
     sums = summed_anew(joint) if anew else {}
     backward = live_bytes(joint, order, start=begun, forever=forever, nodes=not compiled, beside=sums)
@@ -104,13 +101,19 @@ def simulated(
 def backward_order(graph: Graph, saved: Set[int], replayed: Set[int], compiled: bool) -> list[Op]:
     """The ops of a region's backward in order, those that run again included."""
     joint, ops = graph.joint, graph.ops
-    if not compiled and not joint.hooked and replayed:
-        # Torch.func inside refuses the hooks by which ops run again one by one: Python runs again as a whole.
-        return list(joint.ops)
     if not compiled:
-        return [*(ops[k] for k in sorted(replayed) if k < len(ops)), *joint.backward]
+        first = _first_reader(joint)
+        again = [ops[k] for k in sorted(replayed) if k < len(ops)]
+        return [*joint.backward[:first], *again, *joint.backward[first:]]
     there = {o for k in saved if k < len(ops) for o in ops[k].outputs}
     return compiled_order(joint, there, range(len(ops), len(joint.ops)))
+
+
+def _first_reader(joint: Joint) -> int:
+    """How many ops of the backward come before the node that first asks for what was saved."""
+    saved = {*joint.saved}
+    nodes = [op.node for op in joint.backward if saved.intersection(op.reads)]
+    return next((at for at, op in enumerate(joint.backward) if op.node in nodes[:1]), 0)
 
 
 def several_results(joint: Joint) -> bool:
@@ -205,10 +208,13 @@ def held_until(joint: Joint, ops: Sequence[Op], *, nodes: bool) -> dict[int, int
         return {}
     if ops[-1].forward:
         return _held_by_locals(joint)
-    moved = len(ops) - len(joint.ops)
-    if not moved and ops[0].forward:
-        return held_throughout(joint)
-    return {s: at + moved for s, at in _held_by_nodes(joint).items()} if nodes else {}
+    if not nodes:
+        return {}
+    places = {id(op): step for step, op in enumerate(ops)}
+    return {
+        s: len(ops) if at == len(joint.ops) else places[id(joint.ops[at])]
+        for s, at in _held_by_nodes(joint).items()
+    }
 
 
 def held_throughout(joint: Joint) -> dict[int, int]:
@@ -227,9 +233,6 @@ def _held_by_nodes(joint: Joint) -> dict[int, int]:
     # The recording holds the gradients that it begins with, and those that it ends in.
     unknown = {v.storage for v in joint.values if v.origin == "tangent"}
     unknown |= {joint.values[v].storage for v in joint.gradients}
-    if not joint.hooked:
-        # It holds the results, too.
-        unknown |= {joint.values[v].storage for v in joint.results}
     first = len(joint.forward)
     return {s: at for s, at in enumerate(joint.ends) if at >= first and s not in unknown}
 

@@ -71,6 +71,12 @@ class WholeStep:
     beside: frozenset[int] = frozenset()
     ran: bool = False
 
+    def deciding_again(self) -> WholeStep | None:
+        """The same where regions may run their decisions again; None where they make none."""
+        if not any(graph.joint.decisions for graph in self.graphs):
+            return None
+        return replace(self, graphs=tuple([graph.deciding_again() for graph in self.graphs]))
+
     @cached_property
     def places(self) -> tuple[Beside, ...]:
         """What lives outside of each region, where each keeps the arguments that others read as well."""
@@ -135,11 +141,9 @@ class WholeStep:
             if key not in made:
                 measure = self.measure(at, model)
                 stage = graph.solved.made(("stage", model, *options.values()), measure.stage)
-                planned = graph.joint.hooked and not self.ran
                 made[key] = replace(
                     stage,
-                    # Where Python runs again as a whole, what is kept beside is of no use.
-                    choices=(*more(measure), *(stage.choices if planned else stage.choices[:1])),
+                    choices=(*more(measure), *(stage.choices[:1] if self.ran else stage.choices)),
                     gradients=stage.gradients // self.shards,
                 )
             stage = made[key]
@@ -177,9 +181,6 @@ class WholeStep:
             for k, v in enumerate(hole.operands):
                 if graph.joint.values[k].storage in saved:
                     found.add((at, self.outside.values[v].storage))
-            if not plain and not graph.joint.hooked:
-                # Python that runs again as a whole makes its results again.
-                continue
             for inside, v in zip(_made(graph.joint), hole.made, strict=False):
                 if graph.joint.values[inside].storage in saved:
                     found.add((at, self.outside.values[v].storage))
@@ -347,10 +348,13 @@ def _made(joint: Joint) -> list[int]:
 
 
 def _kept_results(outside: Joint, regions: Sequence[Joint]) -> set[int]:
-    """The storages of results that the backward of their own region reads, or that outlive the step."""
+    """The storages of results that their own region may keep as well, or that outlive the step."""
     found: set[int] = set()
     for joint, hole in zip(regions, outside.holes, strict=True):
         read = {joint.values[v].storage for v in joint.saved} | {*joint.stored}
+        # Who keeps the value that a result is a part of keeps its memory.
+        made = [joint.values[v] for v in joint.made]
+        read |= {value.storage for value in made if value.bytes < joint.storages[value.storage]}
         pairs = zip(_made(joint), hole.made, strict=False)
         found |= {outside.values[out].storage for v, out in pairs if joint.values[v].storage in read}
     return found

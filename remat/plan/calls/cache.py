@@ -267,7 +267,7 @@ class _Call:
         def same(reach: Reach, _: bool) -> bool:
             if reach.once is not None:
                 return False
-            other = record(self.fn, self.args, self.kwargs, backward=False, hooks=joint.hooked)
+            other = record(self.fn, self.args, self.kwargs, backward=False, hooks=joint.hooks)
             made = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in other.ops]
             seen = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in joint.forward]
             return made == seen and other.values == joint.values[: len(other.values)]

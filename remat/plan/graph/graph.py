@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -49,6 +49,19 @@ class Graph:
         default_factory=lambda: BoundedCache(64), repr=False, compare=False
     )
 
+    def deciding_again(self) -> Graph:
+        """The same where decisions may run again."""
+        return self.solved.made(
+            "deciding again",
+            lambda: Graph(
+                replace(self.joint, decides=False),
+                self.alone,
+                self.elsewhere,
+                self.returned,
+                self.every and self.every.deciding_again(),
+            ),
+        )
+
     @cached_property
     def ops(self) -> tuple[Op, ...]:
         """The forward's ops."""
@@ -66,7 +79,7 @@ class Graph:
         ops = tuple(
             (op.name, repr((op.args, op.kwargs)), op.reads, op.outputs, op.forward) for op in joint.ops
         )
-        ends = joint.saved, joint.shapes, joint.gradients, joint.differentiated
+        ends = joint.saved, joint.shapes, joint.gradients, joint.differentiated, joint.decides
         return ops, joint.values, joint.storages, *ends
 
     def check_differentiated(self, name: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from remat.plan.joint.holes import around, holes_of, parts_of
 from remat.plan.joint.lives import Lives
@@ -26,7 +27,6 @@ from remat.transforms import (
     is_tensor,
     local_tensors,
     map_leaves,
-    memory_of,
     of_a_look,
     on_wrappers,
     traits,
@@ -44,6 +44,7 @@ from remat.transforms.compat import (
     fake_mode,
     function_modes_asked,
     functions_as_they_are,
+    hook_saved,
     hooks_aside,
     is_fake,
     memory_is_real,
@@ -56,7 +57,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.intermediates import only
 from remat.transforms.region import planning
-from remat.transforms.tape import shapes_read
+from remat.transforms.tape import nodes_behind, shapes_read
 
 _CONSTANT = torch.ops.aten.lift_fresh.default
 
@@ -84,6 +85,7 @@ class JointRecorder(DispatchMode):
         self.shapes = frozenset[int]()
         # Which node each value was saved for, counted from the first of the forward.
         self.owners: list[tuple[int, int]] = []
+        self._owner: int | None = None
         self.start = next_node()
         self.on_memory = memory_is_real()
         self.gradients: tuple[int, ...] = ()
@@ -124,8 +126,6 @@ class JointRecorder(DispatchMode):
                 owned = at_hand(tensor.untyped_storage().nbytes()) if origin == "op" and key >= 0 else dense
                 self.storages.append(whole if whole >= 0 else owned)
                 self._kept.append(held)
-                if not self.hooks and (memory := memory_of(tensor)) is not None:
-                    self.lives.follow(memory, self._storage[key])
         stride = tuple(map(at_hand, tensor.stride())) if tensor.layout == torch.strided else ()
         self.values.append(
             Value(sizes_of(tensor), tensor.dtype, tensor.device, stride, self._storage[key], producer, origin)
@@ -211,11 +211,19 @@ class JointRecorder(DispatchMode):
         """A saved-tensor hook: notes what autograd keeps."""
         number = self.number(tensor)
         self.saved[number] = None
-        self.owners.append((next_node() - 1 - self.start, number))
+        owner = next_node() - 1 if self._owner is None else self._owner
+        self.owners.append((owner - self.start, number))
         # An op's own result would hold on to the op that holds it: a cycle that nothing collects. And whose
         # the other handle is tells whether Python holds the tensor, too.
         with self.lives.keeping():
             return tensor.detach()
+
+    def hook_late(self, results: Sequence[torch.Tensor]) -> None:
+        """Hook what transforms of torch.func have saved, which refuse hooks, as a frame does."""
+        for node in nodes_behind([t.grad_fn for t in results if t.requires_grad], self.start):
+            self._owner = node._sequence_nr()
+            hook_saved(node, self.pack, self.unpack)
+        self._owner = None
 
     @of_a_look
     def unpack(self, kept: torch.Tensor) -> torch.Tensor:
@@ -295,8 +303,8 @@ def record(
     grad state are those of the call; gradients are enabled. With `functional`, `fn` differentiates by itself:
     it is called with a switch before its arguments, and calls that between its forward and its backward.
     `held`: which leaves of the arguments somebody else holds; what Dynamo has traced says so itself.
-    Without `backward` the graph ends with the forward. Without `hooks` what the backward reads stands in for
-    what autograd packs: torch.func inside `fn` refuses saved-tensor hooks. `present`: the places in
+    Without `backward` the graph ends with the forward. Without `hooks` they come when `fn` is through:
+    torch.func inside it refuses them. `present`: the places in
     `Joint.made` of the results that a gradient comes for; None where one comes for all. `gone`: of those that
     the caller lets go of before the backward, with all that leads to them alone. What meanwhile calls
     `left_out` is a hole in it. Nobody collects named values meanwhile, and `is_recomputing()` is true: what
@@ -335,11 +343,8 @@ def record(
 
 def graph_of_run(recorder: JointRecorder, results: tuple[int, ...]) -> Joint:
     """What was recorded, as plain data."""
-    lives, storages, alive = recorder.lives, len(recorder.storages), len(recorder.ops)
-    if recorder.hooks:
-        held, ends = (lives.ends(storages, late=late, alive=alive) for late in (False, True))
-    else:
-        held = ends = lives.ends_of_memories(storages, alive=alive)
+    storages, alive = len(recorder.storages), len(recorder.ops)
+    held, ends = (recorder.lives.ends(storages, late=late, alive=alive) for late in (False, True))
     return Joint(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
@@ -351,7 +356,7 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...]) -> Joint:
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
         holes=holes_of(recorder),
-        hooked=recorder.hooks,
+        hooks=recorder.hooks,
         held=held,
         ends=ends,
     )
@@ -421,6 +426,8 @@ def differentiated(
     with torch.enable_grad(), packing if hooks else contextlib.nullcontext():
         out = fn(*args, **kwargs)
     results = [t for t in tree_leaves(out) if is_tensor(t)]
+    if not hooks:
+        recorder.hook_late(results)
     made: list[Any] = parts_of(out, args, kwargs)[1]
     recorder.made = tuple(map(recorder.number, made))
     numbers = tuple(dict.fromkeys([*map(recorder.number, results), *recorder.made]))
@@ -441,14 +448,23 @@ def differentiated(
         tangents = untracked(cotangents or _empty_like, active)
         for tangent in tangents:
             recorder.add(tangent, "tangent")
-        found = torch.autograd.grad(active, wanted, tangents, allow_unused=True)
+        found = torch.autograd.grad(active, _edges(wanted), tangents, allow_unused=True)
         recorder.found = {id(t): g for t, g in zip(wanted, found, strict=True) if g is not None}
-        graded = [(recorder.number(t), g) for t, g in zip(wanted, found, strict=True) if g is not None]
-        recorder.differentiated = tuple(number for number, _ in graded)
-        recorder.gradients = tuple(recorder.number(g) for _, g in graded)
-    if not hooks:
-        recorder.saved = _read_in_backward(recorder, numbers)
+        graded: dict[int, torch.Tensor] = {}
+        for t, g in zip(wanted, found, strict=True):
+            if g is not None:
+                number = recorder.number(t)
+                graded[number] = graded[number] + g if number in graded else g
+        recorder.differentiated = tuple(graded)
+        recorder.gradients = tuple(map(recorder.number, graded.values()))
     return numbers
+
+
+def _edges(leaves: list[torch.Tensor]) -> list[Any]:
+    """Where the gradients of these arrive. A function mode would put stand-ins in the place of the leaves,
+    and transforms of torch.func take a tensor as it is."""
+    with outside_all_modes(), functions_as_they_are():
+        return [get_gradient_edge(leaf) for leaf in leaves]
 
 
 def _read_for_shape(recorder: JointRecorder, results: list[torch.Tensor]) -> frozenset[int]:
@@ -484,12 +500,12 @@ def _run_functional(
     return ()
 
 
-def _read_in_backward(recorder: JointRecorder, results: Iterable[int] = ()) -> dict[int, None]:
+def _read_in_backward(recorder: JointRecorder) -> dict[int, None]:
     """The values that the backward reads, neither made there nor given, and what else is still there."""
     made = {o for op in recorder.ops if not op.forward for o in op.outputs}
     made |= {number for number, value in enumerate(recorder.values) if value.origin == "tangent"}
     found = {r: None for op in recorder.ops if not op.forward for r in op.reads if r not in made}
-    known = {recorder.values[number].storage for number in (*found, *results)}
+    known = {recorder.values[number].storage for number in found}
     # Whoever gave an argument holds it, and views of it with it.
     known |= {value.storage for value in recorder.values if value.producer < 0}
     for number, value in enumerate(recorder.values):

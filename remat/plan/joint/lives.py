@@ -3,9 +3,6 @@
 Every handle on a value is watched by a weak reference while a graph is recorded. What autograd keeps are
 handles of its own, made by hooks on saved tensors, so that a handle that the forward has made says what
 Python holds. In the backward the handles are those that a node has made, or has taken out of what was kept.
-
-Where hooks are refused nothing tells the two apart. Then the memories themselves are watched, whoever holds
-them: what runs again as a whole takes what the recording has taken.
 """
 
 from __future__ import annotations
@@ -29,14 +26,6 @@ class _Handle(weakref.ref[Any]):
     late: bool | None
 
 
-class _Memory(weakref.ref[Any]):
-    """A storage that is alive. (Torch keeps the object as long as the memory.)"""
-
-    __slots__ = ("number",)
-
-    number: int
-
-
 class Lives:
     """Counts the handles on each storage; `now` is the position of the op that was begun last."""
 
@@ -49,8 +38,6 @@ class Lives:
         self._packed: dict[int, int] = {}
         self._count: tuple[dict[int, int], dict[int, int]] = {}, {}
         self._died: tuple[dict[int, int], dict[int, int]] = {}, {}
-        self._memories: dict[int, _Memory] = {}
-        self._freed: dict[int, int] = {}
 
     def see(self, tensor: torch.Tensor, number: int, storage: int, late: bool) -> None:
         """A handle on a value and its storage."""
@@ -81,16 +68,6 @@ class Lives:
             self._packed[handle.number] -= 1
             self._died[self.backward][handle.storage] = self.now
 
-    def follow(self, memory: Any, storage: int) -> None:
-        """Note when a memory goes."""
-        watched = _Memory(memory, self._free)
-        watched.number = storage
-        self._memories[storage] = watched
-
-    def _free(self, memory: _Memory) -> None:
-        if self._memories.pop(memory.number, None) is memory:
-            self._freed[memory.number] = self.now
-
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
         """Within, handles are autograd's."""
@@ -109,12 +86,7 @@ class Lives:
         count, died = self._count[late], self._died[late]
         return tuple([alive if count.get(s) else died.get(s, -1) for s in range(storages)])
 
-    def ends_of_memories(self, storages: int, *, alive: int) -> tuple[int, ...]:
-        """For each storage the last op while it was there, `alive` if it still is, -1 if nobody looked."""
-        return tuple([alive if s in self._memories else self._freed.get(s, -1) for s in range(storages)])
-
     def forget(self) -> None:
         """Let go of all handles."""
-        self._memories.clear()
         self._handles.clear()
         self._packed.clear()

@@ -142,13 +142,14 @@ class Joint:
         gradients: the values that the backward ends in, of those inputs that have a gradient.
         differentiated: those inputs, in the same order.
         holes: the calls that were left out, in order.
-        hooked: whether hooks told what is saved.
+        hooks: whether they were there from the start: where torch.func refused them, autograd held what it
+            saved until the forward was through.
         held: for each storage the last op while Python held a handle that the forward has made, the number
-            of all where it still does, -1 where none did; empty where nobody looked. Where no hooks told what
-            is saved, the last op while the memory was there, whoever held it.
+            of all where it still does, -1 where none did; empty where nobody looked.
         ends: for each storage the last op of the backward while a node held a value that was made there, or
-            that it has taken out of what is kept. Where no hooks told what is saved, as `held`.
+            that it has taken out of what is kept.
         target: the kind of device that tensors without a device are planned for (`target_kind`).
+        decides: whether decisions are kept.
 
     Nothing in it holds a tensor, a module or a function of the user's: joint graphs are kept in caches.
     """
@@ -161,12 +162,13 @@ class Joint:
     gradients: tuple[int, ...] = ()
     differentiated: tuple[int, ...] = ()
     holes: tuple[Hole, ...] = ()
-    hooked: bool = True
+    hooks: bool = True
     made: tuple[int, ...] = ()
     shapes: frozenset[int] = frozenset()
     held: tuple[int, ...] = field(default=(), compare=False)
     ends: tuple[int, ...] = field(default=(), compare=False)
     target: str = field(default_factory=target_kind)
+    decides: bool = True
 
     @functools.cached_property
     def forward(self) -> tuple[Op, ...]:
@@ -181,17 +183,13 @@ class Joint:
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of the storages of the forward: ops are of the same shapes where these are the same."""
-        first = (self.values[members[0]] for members in self.family if members)
-        count = len(self.forward)
-        return tuple(
-            [self.storages[v.storage] for v in first if v.origin != "tangent" and v.producer < count]
-        )
+        met = {self.values[v].storage for op in self.forward for v in (*op.reads, *op.outputs)}
+        return tuple([size for s, size in enumerate(self.storages) if s in met])
 
     @functools.cached_property
     def stored(self) -> tuple[int, ...]:
         """The storages that outlive the call and are no results, such as that of a module's attribute."""
         end, known = len(self.ops), {self.values[v].storage for v in (*self.results, *self.gradients)}
-        known |= set() if self.hooked else {self.values[v].storage for v in self.saved}
         forward = {s for s, owner in enumerate(self.owner) if owner >= 0 and self.ops[owner].forward}
         return tuple([s for s, at in enumerate(self.held) if at >= end and s in forward - known])
 
@@ -199,7 +197,7 @@ class Joint:
     def decisions(self) -> frozenset[int]:
         """Positions of the forward's ops that an engine keeps in any case."""
         follow, found = Decisions(), set[int]()
-        for at, op in enumerate(self.forward):
+        for at, op in enumerate(self.forward if self.decides else ()):
             node = Node()
             node.op, node.optional = op.target, False
             made = [self.values[v] for v in op.outputs]
