@@ -288,3 +288,26 @@ def constants_written_viewed_and_drawn(m, x, y):
     scores = (x @ x.t()).masked_fill(~mask, -1e9).softmax(-1)
     large = torch.arange(4000, dtype=x.dtype).cos()
     return (scores @ x @ m.w) * table.exp() * torch.rand(4, dtype=x.dtype).cos() + large[:4] * x.sin()
+
+
+@program("", "nests scans captures")
+def scan_that_returns_what_it_captures(m, x, y):
+    made = x.tanh()
+    return SCAN(lambda h: made, y @ m.w, 2, 1) + SCAN(lambda h: R(lambda a, b: b)(h, made), y, 2, "all") * y
+
+
+@program("", "nests scans captures")
+def loop_that_returns_what_it_captures(m, x, y):
+    made = x.tanh()
+    return LOOP(lambda h: (h.sin(), made)[1], y @ m.w, 2) * y
+
+
+@program("", "nests scans")
+def loop_in_a_scan(m, x, y):
+    return SCAN(lambda h: LOOP(lambda c: torch.tanh(c @ m.w), h, 2) * y, x, 2, 2)
+
+
+@program("", "nests scans names")
+def scan_of_names_in_a_region(m, x, y):
+    step = lambda h: torch.tanh(checkpoint_name(h @ m.w, "h") + y)  # noqa: E731
+    return R(lambda x: SCAN(step, x, 3, "sqrt", "names"), "matmuls")(x)

@@ -127,7 +127,7 @@ def test_program_of_a_tag_compiled(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", GRAPHS[::3])
+@pytest.mark.parametrize("name", GRAPHS[::5])
 def test_program_compiled(name: str) -> None:
     compiled(name)
 

@@ -42,47 +42,7 @@ def pullback_ops(fn, *args):
 BACKWARDS = pytest.mark.parametrize("ops_of", [backward_ops, pullback_ops])
 
 
-def dots_and_sines(dot):
-    def fn(x):
-        for _ in range(3):
-            x = torch.sin(dot(x, x))
-        return x
-
-    return fn
-
-
 # -- JAX's numbers (tests/api_test.py, RematTest) -----------------------------------------------------
-
-
-def matmul(a, b):
-    return a @ b
-
-
-def einsum(a, b):
-    return torch.einsum("ij,jk->ik", a, b)
-
-
-def batched_einsum(a, b):
-    return torch.einsum("nij,njk->nik", a, b)
-
-
-@BACKWARDS
-@pytest.mark.parametrize(
-    ("policy", "dot", "shape", "sines", "dots"),
-    [
-        (save_matmuls, matmul, (2, 2), 2, 6),
-        (save_matmuls, batched_einsum, (3, 2, 2), 2, 6),
-        (save_weight_matmuls, matmul, (2, 2), 2, 6),
-        (save_weight_matmuls, einsum, (2, 2), 2, 6),
-        (save_weight_matmuls, batched_einsum, (3, 2, 2), 2, 9),
-        (save_nothing, matmul, (2, 2), 2, 9),
-        (save_everything, matmul, (2, 2), 0, 6),
-        (save_ops(aten.sin), matmul, (2, 2), 0, 9),
-    ],
-)
-def test_three_dots_and_sines(ops_of, policy, dot, shape, sines, dots):
-    ops = ops_of(remat(dots_and_sines(dot), policy=policy), rand(*shape))
-    assert (ops["sin"], ops.dots) == (sines, dots)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
@@ -106,13 +66,6 @@ def test_nested_regions_run_the_inner_function_once_more_each(depth, mode):
         (grad if mode == "grad" else hessian)(loss)(rand(3))
     # The tape runs again, not the function, but where two levels differentiate in reverse.
     assert len(runs) == ((1 + depth) * (2 + depth) // 2 if mode == "grad of grad" else 1)
-
-
-@BACKWARDS
-def test_backward_of_two_nested_regions(ops_of):
-    """JAX's eval counter: its add_one, like exp, has a derivative that reads its output."""
-    inner = remat(torch.exp)
-    assert ops_of(remat(lambda x: torch.exp(inner(x))), rand(3))["exp"] == 3
 
 
 def halving(functions):

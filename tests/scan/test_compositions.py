@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, jvp, vmap
 
-from remat import checkpoint_name, remat, scan_remat, while_remat
-from remat.policies import save_matmuls, save_names
-from remat.schedules import Multilevel
-from tests.helpers import crossed, loop
+from remat import checkpoint_name, scan_remat, while_remat
+from remat.policies import save_matmuls
+from tests.helpers import loop
 
 W = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 H, XS = (
@@ -22,16 +21,8 @@ BATCH = torch.stack([H, 2 * H])
 
 TRANSFORMS: dict[str, Any] = {
     "grad": lambda f: grad(f)(H),
-    "vjp": lambda f: vjp(f, H)[1](torch.tensor(2.0, dtype=torch.float64)),
     "jvp": lambda f: jvp(f, (H,), (H,)),
-    "vmap": lambda f: vmap(f)(BATCH),
     "vmap grad": lambda f: vmap(grad(f))(BATCH),
-    "grad vmap": lambda f: grad(lambda b: vmap(f)(b).sum())(BATCH),
-    "jacrev": lambda f: jacrev(grad(f))(H),
-    "jacfwd": lambda f: jacfwd(grad(f))(H),
-    "hessian": lambda f: hessian(f)(H),
-    "vmap hessian": lambda f: vmap(hessian(f))(BATCH),
-    "third": lambda f: grad(lambda h: grad(lambda h: grad(f)(h).pow(2).sum())(h).pow(2).sum())(H),
 }
 
 
@@ -52,56 +43,6 @@ def scanned(**options: Any) -> Any:
     return lambda body, h, xs: scan_remat(body, h, xs, **options)
 
 
-FORMS: dict[str, Any] = {
-    "remat outside": remat(value(scanned(checkpoints=2))),
-    "remat outside with a policy": remat(value(scanned(checkpoints="sqrt")), policy=save_matmuls),
-    "remat inside": value(scanned(checkpoints=2), remat(step)),
-    "remat inside with names": value(scanned(checkpoints=2), remat(step, policy=save_names("product"))),
-    "names in all": value(scanned(checkpoints="all", policy=save_names("product"))),
-    "names in segments": value(scanned(checkpoints="sqrt", policy=save_names("product"))),
-    "all": value(scanned(checkpoints="all")),
-    "offloaded": value(scanned(checkpoints=2, offload=True)),
-    "two levels of memory": value(scanned(checkpoints=Multilevel(device=1, host=2))),
-}
-
-
-@pytest.mark.parametrize(("transform", "form"), crossed(TRANSFORMS, FORMS, every=4))
-def test_forms_under_transforms(form, transform):
-    apply = TRANSFORMS[transform]
-    torch.testing.assert_close(apply(FORMS[form]), apply(value(loop)))
-
-
-@pytest.mark.parametrize("transform", ["grad", "vmap grad", "jvp", "hessian"])
-def test_a_loop_inside_a_scan_and_a_scan_inside_a_loop(transform):
-    def halve(h, x):
-        # Three steps, whatever the values: a loop whose length is not known in advance.
-        end = while_remat(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1], x)[0]), (0, h), checkpoints=2)
-        return end[1], end[1]
-
-    def three(h, x):
-        for _ in range(3):
-            h = step(h, x)[0]
-        return h, h
-
-    apply = TRANSFORMS[transform]
-    expected = apply(value(loop, three))
-    torch.testing.assert_close(apply(value(scanned(checkpoints=2), halve)), expected)
-
-    def nested(h):
-        end = while_remat(
-            lambda c: c[0] < 2,
-            lambda c: (c[0] + 1, scan_remat(step, c[1], XS, checkpoints=2)[0]),
-            (0, h),
-            checkpoints=1,
-        )
-        return end[1].pow(2).sum()
-
-    def twice(h):
-        return loop(step, loop(step, h, XS)[0], XS)[0].pow(2).sum()
-
-    torch.testing.assert_close(apply(nested), apply(twice))
-
-
 def test_a_carry_of_mixed_dtypes_and_complex_numbers():
     def body(carry, x):
         z, small, count = carry
@@ -119,16 +60,6 @@ def test_a_carry_of_mixed_dtypes_and_complex_numbers():
         torch.testing.assert_close(found, apply(lambda h: f(loop, h)))
 
 
-def test_a_region_of_two_arguments_one_with_a_tangent_and_one_differentiated():
-    def f(h, x):
-        return torch.tanh(h @ W + x).sum()
-
-    def mixed(f):
-        return jacfwd(grad(f), argnums=1)(H, XS[1])
-
-    torch.testing.assert_close(mixed(remat(f)), mixed(f))
-
-
 def test_the_derivative_of_a_scan_that_does_not_depend_on_the_input_is_zero():
     # jax #1907: a step whose output has no tangent.
     def f(h):
@@ -136,15 +67,6 @@ def test_the_derivative_of_a_scan_that_does_not_depend_on_the_input_is_zero():
 
     assert torch.equal(grad(f)(H), torch.zeros_like(H))
     assert torch.equal(jvp(f, (H,), (H,))[1], torch.zeros((), dtype=torch.float64))
-
-
-def test_ys_that_nobody_reads():
-    # jax: test_remat_of_scan_unused_extensive_output_grad.
-    def f(scan, h):
-        return scan(step, h, XS)[0].sum()
-
-    found = grad(lambda h: f(remat(scanned(checkpoints=2)), h))(H)
-    torch.testing.assert_close(found, grad(lambda h: f(loop, h))(H))
 
 
 # -- bad input ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat, saved_residuals, scan_remat, while_remat
-from remat.policies import save_everything, save_matmuls
+from remat.policies import save_everything
 from remat.schedules import Multilevel, Online, Revolve, Sqrt, advances
 from tests.helpers import crossed, sparse
 from tests.scan.inside import Store, spec, to_host
@@ -45,19 +45,6 @@ def three_sines(w):
         return h, None
 
     return body
-
-
-@pytest.mark.parametrize("where", ["policy of the scan", "remat inside"])
-def test_the_carry_saves_a_sine_a_step(where):
-    # jax: test_checkpoint_dots_inside_scan. Matmuls are saved, sines are not; but the last sine of a step is
-    # the next carry, so two of three run again; three cosines and six matmuls make the derivative.
-    w = torch.eye(5).requires_grad_()
-    body, policy = three_sines(w), save_matmuls
-    if where == "remat inside":
-        body, policy = remat(body, policy=save_matmuls), save_everything
-    end, _ = scan_remat(body, torch.ones(1, 5), length=STEPS, checkpoints="all", policy=policy)
-    ops = backward_ops(end.sum(), w)
-    assert (ops["sin"], ops["cos"], ops["mm"]) == (2 * STEPS, 3 * STEPS, 6 * STEPS - 1)
 
 
 def test_without_a_policy_nothing_inside_a_step_is_saved():
