@@ -60,7 +60,21 @@ OTHERWISE = (
         "a tangent that a region keeps is a view of one: an assertion of torch's own, loud",
     ),
     Expected(
-        LEVELS + " linearize in_checkpoint in_scan counted cloned on_cpu",
+        "in_checkpoint in_scan",
+        "raw",
+        "same failed invalid refused",
+        "",
+        "they run the function again, which draws other numbers past torch: the plain side is wrong",
+    ),
+    Expected(
+        "vmap_grad plain_over_vmap vmap_vmap_grad grad_vmap vmap vmap_hessian",
+        "result_kept_from_the_last_step",
+        "invalid",
+        "escaped|",
+        "what is kept has a batch of a vmap that is over",
+    ),
+    Expected(
+        LEVELS + " linearize counted cloned on_cpu",
         "raw",
         "same invalid refused",
         "",

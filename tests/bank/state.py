@@ -343,7 +343,7 @@ def queue_pushed_in_a_region_inside(m, x, y):
     return R(push, "everything")(x) * y
 
 
-@program("", "state stores nests")
+@program("", "state stores nests torch.func")
 def result_kept_from_the_last_step(m, x, y):
     out = torch.func.grad(lambda t: R(lambda t: (t @ m.w).tanh())(t).sum())(x) * x
     m.last = (x * 2).exp().detach()[0] * out[0]
