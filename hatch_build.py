@@ -17,6 +17,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 _LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?:|#|mailto:)([^)\s]+)\)")
+_PICTURE = re.compile(r'\b(src|srcset)="(?!https?:)([^"]+)"')
 _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 
 
@@ -46,4 +47,4 @@ def absolute(text: str, repository: str, tag: str) -> str:
         kind = "raw" if match[1] else "blob"
         return f"{match[1]}{match[2]}({repository}/{kind}/{tag}/{match[3]})"
 
-    return _LINK.sub(target, text)
+    return _PICTURE.sub(rf'\1="{repository}/raw/{tag}/\2"', _LINK.sub(target, text))

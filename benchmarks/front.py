@@ -1,31 +1,39 @@
-"""The picture of README and the site's front page: counted on fake tensors, the same on every machine.
+"""The charts of README and the site's front page.
 
-    python -m benchmarks.front     # writes benchmarks/results/front.csv and docs/figures/front.png
+    python -m benchmarks.front            # counts anew, writes benchmarks/results/front.csv, and draws
+    python -m benchmarks.front --draw     # draws front.svg, depth.svg and frontier.svg in docs/figures
 
-A GPT of blocks 4096 wide, on 4 x 2048 tokens, in bfloat16 with flash attention. Left: the peak of a step
-against depth, simulated by the planner for eager. Gradients of parameters count, parameters do not.
-Right: what 24 blocks keep, against the FLOPs that a step recomputes: the planner's frontier, and policies.
+front.svg is of what was measured on an H100 (benchmarks/results/card.csv). The others are counted on fake
+tensors, the same on every machine: a GPT of blocks 4096 wide, on 4 x 2048 tokens, in bfloat16 with flash
+attention. depth.svg has the peak of a step against depth, simulated by the planner for eager. Gradients of
+parameters count, parameters do not. frontier.svg has what 24 blocks keep, against the FLOPs that a step
+recomputes: the planner's frontier, and policies.
 """
 
 from __future__ import annotations
 
 import csv
 import itertools
+import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.planner.models import GPTBlock
+from benchmarks.suite.loaded import Results
+from benchmarks.suite.plots import SHOWN, scatter
 from remat import checkpoint_policy, fit, remat
+from remat._core import Series, Spot, chart
 from remat.plan import pareto
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "front.csv"
-FIGURE = ROOT / "docs" / "figures" / "front.png"
+FIGURES = ROOT / "docs" / "figures"
+CARD = ROOT / "benchmarks" / "results" / "card.csv"
 DEPTHS = (1, 4, 8, 16, 24, 32)
 DEEP = 24
 BUDGETS: dict[str, Any] = {
@@ -91,38 +99,40 @@ def write() -> list[Point]:
     return points
 
 
-def draw(points: list[Point], path: Path = FIGURE) -> None:
-    import matplotlib
+def draw(points: list[Point], folder: Path = FIGURES) -> None:
+    """One chart a file: what was measured on a card, and what is counted."""
+    for name, svg in (("front", measured()), ("depth", depth(points)), ("frontier", budgets(points))):
+        (folder / f"{name}.svg").write_text(svg)
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), dpi=110)
-    colours = {"no remat": "#444444", 'budget="free"': "#0072b2", "budget=0.3": "#009e73", FLOOR: "#999999"}
-    for name, colour in colours.items():
-        line = [(p.x, p.bytes / 2**30) for p in points if p.panel == "peak" and p.line == name]
-        left.plot(*zip(*line, strict=True), color=colour, ls="--" if name == FLOOR else "-")
-        above = {"budget=0.3": 5, FLOOR: -6}.get(name, 0)
-        left.annotate(name, line[-1], (6, above), textcoords="offset points", va="center", color=colour)
-    left.set(xlabel="blocks", ylabel="peak of a step, GiB", title="Memory against depth", ylim=(0, None))
-    left.set_xlim(0, DEPTHS[-1] * 1.4)
-    left.set_xticks([0, 8, 16, 24, 32])
-    planned = [(p.x, p.bytes / 2**30) for p in points if p.panel == "frontier" and p.line == "remat"]
-    planned.sort(key=lambda at: (at[0], -at[1]))
-    right.plot(*zip(*planned, strict=True), color="#0072b2", label="any budget, solved exactly")
-    free = min((at for at in planned if at[0] == 0), key=lambda at: at[1])
-    named = [("no remat", planned[0]), ('budget="free"', free)]
-    named += [(p.line, (p.x, p.bytes / 2**30)) for p in points if p.panel == "frontier" and p.line != "remat"]
-    for name, at in named:
-        right.plot(*at, "o", color="#d55e00", markersize=5)
-        right.annotate(name, at, (7, 3), textcoords="offset points", fontsize=9)
-    right.set(xlabel="recomputed, % of a step's FLOPs", ylabel="kept, GiB", title=f"What {DEEP} blocks keep")
-    right.set(xlim=(-0.5, 36), ylim=(0, None))
-    right.legend(frameon=False)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
+def measured() -> str:
+    """Peaks and times of a step on an H100, remat's rows beside those of torch and JAX."""
+    results = Results.load(CARD)
+    assert results is not None
+    return scatter(results.panels()[0], SHOWN, "A step of 8 layers of Llama-3-8B, 8,192 tokens, one H100")
+
+
+def depth(points: list[Point]) -> str:
+    """The peak of a step against the number of blocks."""
+    series = []
+    for number, name in enumerate((*BUDGETS, FLOOR)):
+        line = [Spot(p.x, p.bytes / 2**30) for p in points if (p.panel, p.line) == ("peak", name)]
+        line[-1] = replace(line[-1], label=name)
+        series.append(Series(line, (4, 0, 2, 4)[number], line=True, dots=False, dashed=name == FLOOR))
+    return chart("A GPT of blocks 4096 wide", "blocks", "peak of a step, GiB", series)
+
+
+def budgets(points: list[Point]) -> str:
+    """What blocks keep against what a step recomputes: any budget, and policies."""
+    planned = [Spot(p.x, p.bytes / 2**30) for p in points if (p.panel, p.line) == ("frontier", "remat")]
+    planned.sort(key=lambda spot: (spot.x, -spot.y))
+    free = min((spot for spot in planned if not spot.x), key=lambda spot: spot.y)
+    named = [replace(planned[0], label="no remat"), replace(free, label='budget="free"')]
+    named += [
+        Spot(p.x, p.bytes / 2**30, p.line) for p in points if p.panel == "frontier" and p.line != "remat"
+    ]
+    series = [Series(planned, 0, line=True, dots=False), Series(named, 1)]
+    return chart(f"{DEEP} blocks under any budget", "recomputed, % of a step's FLOPs", "kept, GiB", series)
 
 
 def read() -> list[Point]:
@@ -131,4 +141,4 @@ def read() -> list[Point]:
 
 
 if __name__ == "__main__":
-    draw(write())
+    draw(read() if "--draw" in sys.argv else write())

@@ -1,4 +1,10 @@
-"""Takes the pictures of the site and of the report's page: `make screenshots`. It needs Chromium."""
+"""Takes the pictures of the site and of the report's page: `make screenshots`. It needs Chromium.
+
+docs/figures gets the page of a report, light and dark, for a desk and for a phone, and bars of each example
+of the gallery. docs/figures/screens gets the site's front page, gallery and charts in the same four ways.
+
+    python -m docs.screenshots report gallery site     # these parts; all without a name
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,8 @@ import contextlib
 import functools
 import http.server
 import itertools
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,23 +25,17 @@ from typing import Any
 import torch
 from PIL import Image
 
-from remat import explain, remat, save_every_nth, save_matmuls
+from remat import checkpoint_policy, explain, remat, save_every_nth, save_matmuls, save_nothing
+from remat._core import bars, format_bytes
 from remat.cli.models import Sizes, batches, build
 from tests.tools import chromium
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
-# What a reader does before a picture is taken.
-MOVE_SLIDER = """
-const slider = document.querySelector("input[type=range]");
-slider.value = 1;
-slider.dispatchEvent(new Event("input"));
-"""
-CLICK_OP = """
-const canvas = [...document.querySelectorAll("canvas")].pop();
-const box = canvas.getBoundingClientRect();
-canvas.dispatchEvent(new MouseEvent("click", { clientX: box.left + 0.7 * box.width }));
-"""
+SCREENS = FIGURES / "screens"
+# Width and height of a desk's window and of a phone's, and the colours of a page.
+WINDOWS = {1280: 800, 390: 844}
+SCHEMES = {"dark": 0, "light": 1}
 
 
 def save_report(path: Path) -> None:
@@ -48,20 +50,64 @@ def save_report(path: Path) -> None:
 
         return model.loss(params, tokens, wrap)
 
-    explain(loss, next(batches(4, sizes.seq)), policies=True).save(path)
+    policies = [save_nothing, save_matmuls, *[checkpoint_policy(budget=b) for b in (0.2, 0.4, 0.6)]]
+    explain(loss, next(batches(4, sizes.seq)), policies=policies).save(path)
 
 
-def shoot(page: Path | str, name: str, width: int, height: int) -> None:
-    """One picture, in as few colours as it needs: pages with pictures stay small."""
-    with tempfile.TemporaryDirectory() as folder:
-        shot = Path(folder) / "shot.png"
-        # Time that passes at once: what the page fades in is there.
-        chromium.run(
-            page, f"--screenshot={shot}", f"--window-size={width},{height}", "--virtual-time-budget=3000"
+def shoot(page: Path | str, place: Path, heights: dict[int, int]) -> None:
+    """A page in both widths and both schemes, in few colours: pages with pictures stay small."""
+    place.parent.mkdir(exist_ok=True)
+    for (width, height), (scheme, number) in itertools.product(heights.items(), SCHEMES.items()):
+        file = place.with_name(f"{place.name}-{width}-{scheme}.png")
+        with tempfile.TemporaryDirectory() as folder:
+            shot = Path(folder) / "shot.png"
+            # Time that passes at once: what the page fades in is there.
+            options = f"--window-size={width},{height}", f"--blink-settings=preferredColorScheme={number}"
+            chromium.run(page, f"--screenshot={shot}", *options, "--virtual-time-budget=3000")
+            picture = Image.open(shot).convert("RGB").quantize(64)
+        picture.save(file, optimize=True)
+        print(f"{file.relative_to(ROOT)}: {file.stat().st_size >> 10} KiB")
+
+
+def report(folder: Path) -> None:
+    """The report's page."""
+    save_report(folder / "report.html")
+    shoot(folder / "report.html", FIGURES / "report", {1280: 1340, 390: 1250})
+
+
+def gallery(folder: Path) -> None:
+    """A bar for each line of an example that says what is kept."""
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        said = subprocess.run(
+            [sys.executable, path], cwd=ROOT, env=env, capture_output=True, text=True, check=True
         )
-        picture = Image.open(shot).convert("RGB").quantize(128)
-    picture.save(FIGURES / name, optimize=True)
-    print(f"{name}: {(FIGURES / name).stat().st_size >> 10} KiB")
+        found = re.findall(r"^(\S.*?)\s+(\d+) bytes kept", said.stdout, re.MULTILINE)
+        rows = [
+            (name, int(size), format_bytes(int(size)), 0 if i else 4) for i, (name, size) in enumerate(found)
+        ]
+        assert rows, f"{path.name} does not say what it keeps"
+        (FIGURES / f"gallery_{path.stem}.svg").write_text(bars("Kept for the backward", rows))
+        print(f"gallery_{path.stem}.svg")
+
+
+def site(folder: Path) -> None:
+    """The front page, the gallery, and a page of charts."""
+    make = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder / "site"),
+    ]
+    subprocess.run(make, cwd=ROOT, check=True)
+    with served(folder / "site") as address:
+        shoot(f"{address}/index.html", SCREENS / "front", {1280: 1900, 390: 1900})
+        shoot(f"{address}/gallery/index.html", SCREENS / "gallery", WINDOWS)
+        shoot(f"{address}/measured/benchmarks-gpu/index.html", SCREENS / "chart", WINDOWS)
 
 
 @contextlib.contextmanager
@@ -83,16 +129,10 @@ def main() -> int:
     if chromium.find() is None:
         print(f"screenshots need a browser: install one of {', '.join(chromium.NAMES)}", file=sys.stderr)
         return 1
+    parts = {"report": report, "gallery": gallery, "site": site}
     with tempfile.TemporaryDirectory() as folder:
-        report, site = Path(folder) / "report.html", Path(folder) / "site"
-        save_report(report)
-        shoot(chromium.with_script(report, MOVE_SLIDER), "frontier.png", 1200, 492)
-        shoot(chromium.with_script(report, CLICK_OP), "cockpit.png", 1200, 1290)
-        build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
-        subprocess.run(build, cwd=ROOT, check=True)
-        with served(site) as address:
-            shoot(f"{address}/index.html", "site_front.png", 1280, 800)
-            shoot(f"{address}/api/remat.scan_remat/index.html", "site_api.png", 1280, 800)
+        for name in sys.argv[1:] or parts:
+            parts[name](Path(folder))
     return 0
 
 

@@ -41,7 +41,7 @@ def train(rank, policy):
     torch.manual_seed(0)
     model = nn.Sequential(*[Layer() for _ in range(4)])
     if policy is not None:
-        remat.nn.apply(model, layers=Layer, policy=policy)
+        remat.apply(model, layers=Layer, policy=policy)
     mesh = init_device_mesh("cpu", (2,))
     for layer in model:
         fully_shard(layer, mesh=mesh)

@@ -83,7 +83,7 @@ def train(policy, mesh=None):
     if mesh is not None:
         parallel(model, mesh)
     if policy is not None:
-        remat.nn.apply(model, layers="blocks.*", policy=policy)
+        remat.apply(model, layers="blocks.*", policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     x, losses = torch.randn(4, LENGTH, WIDTH), []
 

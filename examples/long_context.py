@@ -60,7 +60,7 @@ room = card - state
 # budget that stays within a peak. The peak counts activations and gradients, op by op.
 
 # %%
-remat.nn.apply(model, layers="*", policy=checkpoint_policy(budget=0.5))
+remat.apply(model, layers="*", policy=checkpoint_policy(budget=0.5))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # a budget of all there is draws a warning, and no remat is what is asked
     step = lambda x: model(x)  # noqa: E731
@@ -83,7 +83,7 @@ small = nn.Sequential(*[Block(64, heads=4) for _ in range(4)])
 tokens = torch.randn(1, 32, 64)
 expected = torch.autograd.grad(small(tokens).square().mean(), list(small.parameters()))
 share = plans["planned"].kept_bytes / plans["no remat"].kept_bytes
-remat.nn.apply(small, layers="*", policy=checkpoint_policy(budget=share))
+remat.apply(small, layers="*", policy=checkpoint_policy(budget=share))
 found = torch.autograd.grad(small(tokens).square().mean(), list(small.parameters()))
 torch.testing.assert_close(found, expected, rtol=0, atol=0)
 print(f"small copy, budget {share:.2f}: gradients equal")

@@ -204,8 +204,8 @@ _ELSEWHERE = {
     "budget": "write policy=checkpoint_policy(budget=...)",
     "peak": "write policy=checkpoint_policy(peak=...)",
     "names": "write policy=save_names(...)",
-    "layers": "write remat.nn.apply(model, layers=...), which makes regions of a model's layers",
-    "every": "write remat.nn.apply(model, every=...), which makes regions of a model's layers",
+    "layers": "write remat.apply(model, layers=...), which makes regions of a model's layers",
+    "every": "write remat.apply(model, every=...), which makes regions of a model's layers",
 }
 
 

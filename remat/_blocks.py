@@ -1,6 +1,6 @@
 """Which modules of a model are its blocks: those that a description means, and those that nobody described.
 
-`remat.nn.apply`, `remat.fit` and `Layout` find blocks here, by one language of patterns.
+`remat.apply`, `remat.fit` and `Layout` find blocks here, by one language of patterns.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _fits(one: str | type, name: str, module: torch.nn.Module) -> bool:
     return fits(one, name)
 
 
-def fitting(model: torch.nn.Module, layers: Layers, who: str = "remat.nn.apply") -> list[str]:
+def fitting(model: torch.nn.Module, layers: Layers, who: str = "remat.apply") -> list[str]:
     """Qualified names of the outermost submodules that `layers` means, each module once.
 
     Args:
@@ -137,7 +137,7 @@ def regions(model: torch.nn.Module) -> list[str]:
 
 
 def is_region(module: torch.nn.Module) -> bool:
-    """Whether a module's class is one that `remat.nn.apply` made."""
+    """Whether a module's class is one that `remat.apply` made."""
     return hasattr(type(module), "_remat_class")
 
 

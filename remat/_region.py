@@ -130,7 +130,7 @@ def _not_a_function(fn: Any) -> str:
     if isinstance(fn, type):
         return (
             f"remat({fn.__name__}) got a class of modules, and would make modules in a region. Write "
-            f"remat({fn.__name__}(...)) for one module, or remat.nn.apply(model, layers={fn.__name__}) for "
+            f"remat({fn.__name__}(...)) for one module, or remat.apply(model, layers={fn.__name__}) for "
             "all of a model."
         )
     got = f"a {type(fn).__name__}, as remat(fn(x)) gives" if isinstance(fn, torch.Tensor) else repr(fn)

@@ -77,11 +77,9 @@ def apply(
             apply_to(model.get_submodule(name), policy=found, **options)
         return model
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise LayerError(
-            f"remat.nn.apply(every={every!r}): every is 1 or more; write every=2 for every second."
-        )
+        raise LayerError(f"remat.apply(every={every!r}): every is 1 or more; write every=2 for every second.")
     if unknown := {name: value for name, value in options.items() if name not in OPTIONS}:
-        raise unknown_option("remat.nn.apply", unknown, "layers", "every", "plan")
+        raise unknown_option("remat.apply", unknown, "layers", "every", "plan")
     for name in fitting(model, layers)[::every]:
         apply_to(model.get_submodule(name), policy=policy, **options)
     return model
@@ -96,9 +94,7 @@ def _planned(plan: Any, *others: Any) -> Any:
     from remat.plan import MeshPlan, agree
 
     if others != (save_nothing, "*.layers.*", 1):
-        raise RematError(
-            "remat.nn.apply(plan=...): the plan says which layers keep what; leave the others out."
-        )
+        raise RematError("remat.apply(plan=...): the plan says which layers keep what; leave the others out.")
     if isinstance(plan, (str, os.PathLike)):
         try:
             return MeshPlan.load(plan)  # type: ignore[arg-type]
@@ -108,7 +104,7 @@ def _planned(plan: Any, *others: Any) -> Any:
     if not isinstance(plan, MeshPlan):
         kind = cast("object", plan).__class__.__name__
         raise RematError(
-            f"remat.nn.apply(plan=...) got a {kind}: write a remat.plan.MeshPlan or the "
+            f"remat.apply(plan=...) got a {kind}: write a remat.plan.MeshPlan or the "
             "path of one. What is to hold for each block alone goes to policy=..., such as a remat.plan.Plan."
         )
     return plan
@@ -222,7 +218,7 @@ def remove_from(module: torch.nn.Module) -> None:
         if type(module) is not _region_class(module._remat_class):
             raise LayerError(
                 f"{type(module).__name__} was made from a region's class (by fully_shard, say): call "
-                "remat.nn.apply before that, and once."
+                "remat.apply before that, and once."
             )
         set_class(module, module._remat_class)
         del module.__dict__["_remat_settings"]
@@ -232,8 +228,8 @@ def _no_model(name: str, model: Any, args: tuple[Any, ...] = ()) -> str:
     if args:
         option = "policy" if isinstance(args[0], Policy) else "layers"
         given = "..." if isinstance(args[0], torch.nn.Module) else repr(args[0])
-        return f"remat.nn.{name}(model, {given}): options are given by name. Write {option}={given}."
+        return f"remat.{name}(model, {given}): options are given by name. Write {option}={given}."
     if isinstance(model, type):
-        return f"remat.nn.{name} takes a module, got the class {model.__name__}. Write {model.__name__}(...)."
+        return f"remat.{name} takes a module, got the class {model.__name__}. Write {model.__name__}(...)."
     advice = " For a function write remat(fn, policy=...)." if name.startswith("apply") else ""
-    return f"remat.nn.{name} takes a module, got {described(model)}.{advice}"
+    return f"remat.{name} takes a module, got {described(model)}.{advice}"

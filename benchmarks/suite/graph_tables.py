@@ -26,12 +26,10 @@ def load(folder: Path) -> list[Row]:
 def pages(rows: list[Row]) -> dict[str, dict[str, str]]:
     """What is written between markers: by page and marker."""
     panels = panels_of(rows)
-    first, mine = next(iter(panels.items()))
     each = [f"{title(mode)}\n\n{panel(found)}" for mode, found in panels.items()]
     return {
         "docs/measured/gpu.md": {"graphs": "\n".join([f"{how(rows)}\n", *each, *failed(panels)])},
         "docs/measured/benchmarks.md": {"pairs": pairs(panels)},
-        "README.md": {"graphs": f"{title(first)} {how(mine)}\n\n{panel(mine)}"},
     }
 
 

@@ -13,11 +13,12 @@ from benchmarks.common.records import RESULTS
 from benchmarks.overhead import ALTERNATING, MODE, OVER
 from benchmarks.suite import card, graph_tables, tables
 from benchmarks.suite.loaded import Results
+from benchmarks.suite.plots import SHOWN, draw, picture
 
 ROOT = Path(__file__).parents[2]
 Suite = Literal["quick", "cpu", "card", "versions"]
 SUITES: dict[Suite, str] = {
-    "quick": "Quick: README's figures",
+    "quick": "Quick",
     "cpu": "All models and modes on a CPU",
     "card": "One GPU",
     "versions": "Versions of torch",
@@ -31,8 +32,6 @@ PAGES: dict[Suite, str] = {
 }
 # Suites with figures. The others' tables are many, and a page should load fast.
 DRAWN: tuple[Suite, ...] = ("quick", "card")
-# README's table: the first compiled panel of the quick suite.
-HEADLINE = "quick"
 
 
 @dataclass
@@ -51,17 +50,12 @@ class Report:
             suite: Results.load(self.results / f"{suite}.csv") for suite in self.suites
         }
         for results in filter(None, map(found.get, DRAWN)):
-            from benchmarks.suite.plots import draw
-
             for path in draw(results, self.root / "docs" / "figures"):
                 print(path)
         texts: dict[Suite, str] = {s: section(s, results, self.root) for s, results in found.items()}
         for page in sorted({PAGES[suite] for suite in texts}):
             mine = {suite: texts[suite] for suite in found if PAGES[suite] == page}
             rewrite(self.root / "docs" / page, mine)
-        quick = found.get(HEADLINE)
-        if quick is not None:
-            rewrite(self.root / "README.md", {"headline": headline(quick, overheads(self.results))})
         rewrite(
             self.root / "docs" / "measured/benchmarks.md",
             {"instructions": instructions(counted(self.results))},
@@ -73,10 +67,10 @@ class Report:
             graphs = graph_tables.load(self.results)
             for page, written in graph_tables.pages(graphs).items():
                 rewrite(self.root / page, written)
-            measured = Results.load(self.results / "card.csv")
-            rewrite(self.root / "docs" / "measured" / "gpu.md", {"card": card.simulated(graphs, measured)})
-            if measured:
-                rewrite(self.root / "README.md", {"card": headline(measured, {})})
+            simulated = card.simulated(graphs, Results.load(self.results / "card.csv"))
+            rewrite(self.root / "docs" / "measured" / "gpu.md", {"card": simulated})
+        if measured := Results.load(self.results / "card.csv"):
+            rewrite(self.root / "README.md", {"card": headline(measured)})
         return 0
 
 
@@ -102,20 +96,23 @@ def filled(content: str, name: str, text: str) -> str:
     return content
 
 
-def headline(results: Results, cpu: dict[Any, float]) -> str:
-    """README's table."""
+def headline(results: Results) -> str:
+    """README's table: ten rows of the first compiled panel."""
     panel = next((p for p in results.panels() if p.rows[0].engine == "compiled"), None) or results.panels()[0]
-    parts = [f"{panel.title}. {results.sentence(panel)}", tables.panel_table(panel)]
-    if cpu:
-        mixed = cpu["save_nothing", ALTERNATING] / cpu["torch_checkpoint", ALTERNATING]
-        parts += [
-            "Bookkeeping of a region in eager, in CPU time over no remat (`python -m benchmarks.overhead`): "
-            "`save_nothing` takes "
-            f"{cpu['save_nothing'] / cpu['torch_checkpoint']:.2f} of torch checkpoint's in turns of equal "
-            f"steps, {mixed:.2f} in alternating ones; "
-            f"`save_matmuls` {cpu['save_matmuls'] / cpu['torch_sac']:.2f} of torch SAC's."
-        ]
-    return "\n".join(f"{part.rstrip()}\n" for part in parts)
+    return f"{panel.title}. {results.sentence(panel)}\n\n{tables.panel_table(panel, SHOWN).rstrip()}\n"
+
+
+def bookkeeping(cpu: dict[Any, float]) -> list[str]:
+    """What a region adds to the CPU's time, beside torch's; nothing where it was not measured."""
+    if not cpu:
+        return []
+    mixed = cpu["save_nothing", ALTERNATING] / cpu["torch_checkpoint", ALTERNATING]
+    return [
+        "Bookkeeping of a region in eager, in CPU time over no remat (`python -m benchmarks.overhead`): "
+        f"`save_nothing` takes {cpu['save_nothing'] / cpu['torch_checkpoint']:.2f} of torch checkpoint's in "
+        f"turns of equal steps, {mixed:.2f} in alternating ones; "
+        f"`save_matmuls` {cpu['save_matmuls'] / cpu['torch_sac']:.2f} of torch SAC's."
+    ]
 
 
 def overheads(folder: Path) -> dict[Any, float]:
@@ -159,22 +156,17 @@ def section(suite: Suite, results: Results | None, root: Path) -> str:
     if results is None:
         return f"{heading}\nNot measured: there is no `benchmarks/results/{suite}.csv`.\n"
     parts = [heading, results.sentence()]
-    parts += figures(suite, root)
-    parts += [f"### {panel.title}\n\n{tables.panel_table(panel)}" for panel in results.panels()]
+    if suite == "quick":
+        parts += bookkeeping(overheads(RESULTS))
+    there = root / "docs" / "figures"
+    if (there / f"{suite}_depth.svg").exists():
+        parts.append(f"![Memory against depth](../figures/{suite}_depth.svg)")
+    for panel in results.panels():
+        file = picture(results, panel)
+        image = f"![Peak memory against step time](../figures/{file})\n\n" if (there / file).exists() else ""
+        parts.append(f"### {panel.title}\n\n{image}{tables.panel_table(panel)}")
     parts += [titled(title, text) for title, text in summaries(results) if "\n| " in text.partition("---")[2]]
     return "\n".join(f"{part.rstrip()}\n" for part in parts)
-
-
-def figures(suite: str, root: Path) -> list[str]:
-    named = {
-        "pareto": "Peak memory against step time",
-        "depth": "Memory against depth",
-    }
-    return [
-        f"![{title}](../figures/{suite}_{name}.png)"
-        for name, title in named.items()
-        if (root / "docs" / "figures" / f"{suite}_{name}.png").exists()
-    ]
 
 
 def summaries(results: Results) -> list[tuple[str, str]]:

@@ -38,8 +38,8 @@ def spread(row: Measured) -> str:
     return f"{row.p50 or 0:.1f} ({row.p20 or 0:.1f}-{row.p80 or 0:.1f})"
 
 
-def panel_table(panel: Panel) -> str:
-    """Every peer: what it keeps, its peak, what it computes again, its time; or its error."""
+def panel_table(panel: Panel, peers: Sequence[str] = ()) -> str:
+    """Every peer, or those named: what it keeps, its peak, what it computes again, its time; its error."""
     heads = ("peer", "kept MiB", "peak MiB", "recomputed GFLOP", "step ms (p20-p80)", "gradient differs")
 
     def line(peer: str) -> Sequence[str]:
@@ -56,7 +56,8 @@ def panel_table(panel: Panel) -> str:
             shown(value("gradient difference"), lambda r: f"{r.value:.0e}"),
         )
 
-    return table(heads, map(line, panel.peers if is_held_against_jax(panel) else not_jax(panel)))
+    rows = panel.peers if is_held_against_jax(panel) else not_jax(panel)
+    return table(heads, [line(peer) for peer in rows if not peers or peer in peers])
 
 
 def is_held_against_jax(panel: Panel) -> bool:

@@ -1,5 +1,11 @@
 """What all of the product knows of ops: their facts for a policy, their price, amounts of bytes."""
 
+from remat._core.charts import (
+    Series,  # points of one colour
+    Spot,  # one of them, with its label
+    bars,  # the SVG of one bar a row
+    chart,  # the SVG of points and lines
+)
 from remat._core.devices import (
     DEVICES,  # name -> `Device`
     Device,  # what a device attains, and holds
@@ -47,6 +53,7 @@ from remat._core.reach import (
 from remat._core.shown import described  # a value as messages call it
 from remat._core.units import (
     format_bytes,  # bytes for people, rounded
+    format_shape,  # a dtype and sizes in one word, `f32[4,8]`
     parse_bytes,  # bytes from "2GiB", "512 MB", "1e9"
 )
 from remat._core.warn import warn_user  # warn at the line of the user's

@@ -1,8 +1,10 @@
-"""Amounts of bytes as users write them, and as they read them."""
+"""Amounts of bytes as users write them, and as they read them; shapes as they read them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 _UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** n for n, p in enumerate("kmgt", 1) for i in ("", "i")}
 
@@ -41,3 +43,20 @@ def format_bytes(count: float) -> str:
     while round(count, 1) >= 1024 and len(units) > 1:
         count, units = count / 1024, units[1:]
     return f"{count:.1f} {units[0]}"
+
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
+
+
+def format_shape(dtype: Any, shape: Sequence[Any]) -> str:
+    """A dtype and sizes in one word.
+
+    Example:
+        >>> import torch
+        >>> from remat._core.units import format_shape
+        >>> format_shape(torch.bfloat16, (4, 8))
+        'bf16[4,8]'
+    """
+    kind = str(dtype).removeprefix("torch.")
+    letters = kind.rstrip("0123456789")
+    return f"{_SHORT.get(letters, letters)}{kind[len(letters) :]}[{','.join(map(str, shape))}]"

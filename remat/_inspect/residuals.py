@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat._core import check_callable, format_bytes
+from remat._core import check_callable, format_bytes, format_shape
 from remat._inspect.looking import looked_at
 from remat.transforms import (
     flatten,
@@ -43,7 +43,6 @@ from remat.transforms.compiled import give_name
 from remat.transforms.tape import Kept, listen, nodes_behind
 
 _KEPT = {"policy": ", saved by policy", "decision": ", a decision", "context": ", on a Function's context"}
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
 
 @dataclass(frozen=True)
@@ -89,13 +88,11 @@ class Residual:
     placements: str | None = None
 
     def __str__(self) -> str:
-        kind = str(self.dtype).removeprefix("torch.")
-        letters = kind.rstrip("0123456789")
-        size = ",".join(map(str, self.shape))
         where = "" if self.device.type == "cpu" else f" on {self.device}"
-        short = _SHORT.get(letters, letters) + kind[len(letters) :]
         lies = "" if self.placements is None else f" of {self.placements}"
-        return f"{short}[{size}]{lies} {format_bytes(self.bytes)}{where} {self._source()}"
+        return (
+            f"{format_shape(self.dtype, self.shape)}{lies} {format_bytes(self.bytes)}{where} {self._source()}"
+        )
 
     def _source(self) -> str:
         if self.op is None:

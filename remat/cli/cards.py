@@ -7,27 +7,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from remat._core import format_bytes
+from remat._core import Series, Spot, chart, format_bytes
+from remat._inspect.report import Page, Table, as_text
 from remat.gpu import MARK, GpuReport
 from remat.transforms import RematError
 
 # A name, and what compiles the step.
 Row = tuple[str, Callable[[], GpuReport]]
-COLUMNS = (
-    "policy",
-    "kept",
-    "peak",
-    "fits",
-    "launches",
-    "TFLOP",
-    "roofline ms",
-    "CUDA graph",
-    "C++",
-    "spilling",
-)
+COLUMNS = ("policy", ">kept", ">peak", ">fits", ">launches", ">TFLOP", ">roofline ms", ">CUDA graph", ">C++")
+COLUMNS += (">spilling",)
 
 
-def show(title: str, device: str, rows: Iterable[Row], json: bool, png: Path | None = None) -> int:
+def show(title: str, device: str, rows: Iterable[Row], json: bool, svg: Path | None = None) -> int:
     """Compile each row for the card and print what comes of it; the exit code, 1 where one failed.
 
     Args:
@@ -35,7 +26,7 @@ def show(title: str, device: str, rows: Iterable[Row], json: bool, png: Path | N
         device: of `remat.gpu.CARDS`.
         rows: what to compile.
         json: print one JSON object instead of the table.
-        png: where to draw peaks against roofline times.
+        svg: where to draw peaks against roofline times.
     """
     found: dict[str, GpuReport | str] = {}
     for name, compiled in rows:
@@ -50,10 +41,10 @@ def show(title: str, device: str, rows: Iterable[Row], json: bool, png: Path | N
     if json:
         print(writer.dumps({"device": device, "mark": MARK, "rows": [plain(*row) for row in found.items()]}))
     else:
-        _print(heading, found)
+        print(as_text(_page(heading, found)))
     reports = {name: report for name, report in found.items() if isinstance(report, GpuReport)}
-    if png and reports:
-        draw(png, heading, reports)
+    if svg and reports:
+        svg.write_text(drawn(heading, reports))
     lost = [name for name, report in reports.items() if not report.survived]
     return int(len(reports) < len(found) or bool(lost))
 
@@ -80,37 +71,27 @@ def plain(name: str, report: GpuReport | str) -> dict[str, Any]:
     return {"policy": name} | figures | counts
 
 
-def _print(heading: str, found: dict[str, GpuReport | str]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    grid = Table(title=heading, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    for name in COLUMNS:
-        grid.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    for name, report in found.items():
-        grid.add_row(name, *(_cells(report) if isinstance(report, GpuReport) else ["error"]))
-    console = Console(width=max(Console().width, Console(width=10_000).measure(grid).maximum))
-    console.print(grid)
-    for name, report in found.items():
-        if isinstance(report, str):
-            console.print(f"{name}: {report}", markup=False, soft_wrap=True)
-        elif not report.survived:
-            console.print(f"{name}: a region lost its recomputation", markup=False, soft_wrap=True)
-        elif report.differing:
-            said = f"{name}: other bits than in the forward are possible, as {report.differing[0]}"
-            console.print(said, markup=False, soft_wrap=True)
+def _page(heading: str, found: dict[str, GpuReport | str]) -> Page:
+    blank = ("error", *[""] * (len(COLUMNS) - 2))
+    rows = [(name, *(_cells(r) if isinstance(r, GpuReport) else blank)) for name, r in found.items()]
     reports = [(name, report) for name, report in found.items() if isinstance(report, GpuReport)]
+    notes = [f"{name}: {report}" for name, report in found.items() if isinstance(report, str)]
+    for name, report in reports:
+        if not report.survived:
+            notes.append(f"{name}: a region lost its recomputation")
+        elif report.differing:
+            notes.append(f"{name}: other bits than in the forward are possible, as {report.differing[0]}")
     for what, key in (("not in a CUDA graph", "not_capturable"), ("no C++ wrapper", "not_in_cpp")):
         # Policies mostly have one reason in common.
         for reason in dict.fromkeys(why for _, report in reports if (why := getattr(report, key))):
             names = ", ".join(name for name, report in reports if getattr(report, key) == reason)
-            console.print(f"{names}: {what}, {reason}", markup=False, soft_wrap=True)
+            notes.append(f"{names}: {what}, {reason}")
+    return Page((), (Table(heading, COLUMNS, tuple(rows)),), tuple(notes))
 
 
-def _cells(report: GpuReport) -> list[str]:
+def _cells(report: GpuReport) -> tuple[str, ...]:
     spills = [kernel.spills for kernel in report.kernels if kernel.spills is not None]
-    return [
+    return (
         format_bytes(report.kept),
         format_bytes(report.peak),
         "yes" if report.fits else "no",
@@ -120,20 +101,10 @@ def _cells(report: GpuReport) -> list[str]:
         "no" if report.not_capturable else "yes",
         "no" if report.not_in_cpp else "yes",
         str(sum(map(bool, spills))) if spills else "",
-    ]
+    )
 
 
-def draw(path: Path, heading: str, reports: dict[str, GpuReport]) -> None:
-    """Simulated peak against roofline time, one point a row."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(title=heading, ylabel="simulated peak, MiB", xlabel="roofline time, ms")
-    for index, (name, report) in enumerate(reports.items()):
-        axes.plot(1e3 * report.seconds, report.peak / 2**20, "o", color=f"C{index}", label=name)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=120)
+def drawn(heading: str, reports: dict[str, GpuReport]) -> str:
+    """Simulated peak against roofline time, one point a row, as an SVG."""
+    spots = [Spot(1e3 * report.seconds, report.peak / 2**20, name) for name, report in reports.items()]
+    return chart(heading, "roofline time, ms", "simulated peak, MiB", [Series(spots)], zero=(False, False))

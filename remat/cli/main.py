@@ -25,16 +25,16 @@ from remat.transforms import RematError, is_user_frame
 # named is imported.
 COMMANDS = {
     "sweep": ("Sweep", "train a transformer under each policy: what it saves and costs"),
-    "explain": ("Explain", "what a function keeps and recomputes, and what that costs"),
-    "compare": ("Compare", "a step under several policies side by side"),
+    "explain": ("Explain", "what a function keeps and recomputes, what that costs, and what defeats it"),
     "gpu": ("Gpu", "compile a step for a GPU that need not be there: peak and roofline time"),
-    "doctor": ("Doctor", "run one step with and without its regions, and say what defeats them"),
     "plan": ("Plan", "the best a function can keep within a budget, or at every budget"),
     "init": ("Init", "write a script that trains a Hugging Face model with recomputation"),
     "run": ("Run", "run a trainer's program (TRL, Axolotl, ...) with regions in its model"),
     "schedule": ("Draw", "draw which carries a scan keeps"),
     "env": ("Env", "what this machine can do"),
 }
+# For the version before: what to write, and whether a line has it already.
+OLDER = {"compare": ("--policy", "all"), "doctor": ("--check",)}
 COMPLETES = "completion of the shell: remat --tyro-print-completion bash, or zsh"
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
@@ -52,6 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args[0] in COMPLETION:
         return completion(args)
+    if args[0] in OLDER:
+        more = OLDER[args[0]]
+        more = () if more[0] in args else more
+        print(
+            f"remat {args[0]} is deprecated: write remat explain {' '.join(OLDER[args[0]])}.", file=sys.stderr
+        )
+        args = ["explain", *args[1:], *more]
     if args[0] not in COMMANDS:
         print(unknown(args[0]), file=sys.stderr)
         return 2

@@ -43,7 +43,7 @@ def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
     layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
     if not layers:
         raise UnsupportedModel(
-            f"{type(model).__name__} has no layers that can checkpoint; use remat.nn.apply(model, ...)."
+            f"{type(model).__name__} has no layers that can checkpoint; use remat.apply(model, ...)."
         )
     for layer in layers:
         layer._gradient_checkpointing_func = run
@@ -90,7 +90,7 @@ class UnsupportedModel(RematError, TypeError):
         ...     huggingface.enable(torch.nn.Linear(2, 2))
         ... except huggingface.UnsupportedModel as error:
         ...     print(error)
-        Linear is not a transformers model that can checkpoint; use remat.nn.apply.
+        Linear is not a transformers model that can checkpoint; use remat.apply.
     """
 
 
@@ -108,5 +108,5 @@ def _switch_on(model: Any) -> None:
             model.disable_input_require_grads()
         return
     raise UnsupportedModel(
-        f"{type(model).__name__} is not a transformers model that can checkpoint; use remat.nn.apply."
+        f"{type(model).__name__} is not a transformers model that can checkpoint; use remat.apply."
     )

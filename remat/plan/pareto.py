@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from remat._blocks import regions
-from remat._core import format_bytes, joined_keywords, keywords_apart
+from remat._core import Series, Spot, chart, format_bytes, joined_keywords, keywords_apart
 from remat._region import name_of_region
 from remat.plan.calls import looked
 from remat.plan.compared import BUILT_IN_POLICIES, SOLVERS, beaten_by, measured, ready, torch_plan
@@ -94,18 +94,19 @@ class Frontier:
         return buffer.getvalue()
 
     def plot(self, path: str | Path) -> None:
-        """Draw the points and the bound (needs matplotlib)."""
-        from matplotlib.figure import Figure
+        """Write the points and the bound as an SVG."""
+        planners = list(dict.fromkeys(p.planner for p in self.points))
 
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.subplots()
-        for planner in dict.fromkeys(p.planner for p in self.points):
-            points = self.of(planner)
-            style = {"remat": "o-", "bound": "--"}.get(planner, "x")
-            axes.plot([p.kept_bytes / 2**20 for p in points], [p.cost for p in points], style, label=planner)
-        axes.set(xlabel="kept for the backward (MiB)", ylabel=f"recomputation ({self.unit})", title=self.name)
-        axes.legend(fontsize="small")
-        figure.savefig(path, dpi=150)
+        def series(number: int, planner: str) -> Series:
+            spots = [Spot(p.kept_bytes / 2**20, p.cost) for p in self.of(planner)]
+            line = planner in ("remat", "bound")
+            # A line is named at its cheapest end, a point beside it.
+            spots = [replace(spot, label="" if line and i else planner) for i, spot in enumerate(spots)]
+            colour = {"remat": 0, "bound": 4}.get(planner, 1 + number % 3)
+            return Series(spots, colour, line, planner != "bound", planner == "bound")
+
+        drawn = list(map(series, range(len(planners)), planners))
+        Path(path).write_text(chart(self.name, "kept, MiB", f"recomputed, {self.unit}", drawn))
 
     def __str__(self) -> str:
         head = f"{self.name}: {format_bytes(self.default_bytes)} kept without a plan; cost in {self.unit}"

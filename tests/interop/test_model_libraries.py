@@ -135,9 +135,7 @@ def test_checkpointing_that_is_turned_on_again_leaves_the_policy(turn_on, copied
 def test_transformers_models_that_cannot():
     from remat.interop import huggingface
 
-    with pytest.raises(
-        TypeError, match=r"not a transformers model that can checkpoint; use remat\.nn\.apply"
-    ):
+    with pytest.raises(TypeError, match=r"not a transformers model that can checkpoint; use remat\.apply"):
         huggingface.enable(torch.nn.Linear(2, 2))
 
 

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 HEAVY = {
     "rich",
     "tyro",
-    "matplotlib",
     "scipy",
     "einops",
     "transformers",
@@ -144,7 +143,7 @@ def test_the_face_shows_what_is_meant_and_no_more() -> None:
 
 
 LATER = ("remat.plan", "remat.cli", "remat.debug", "remat.interop", "remat.gpu", "remat._inspect.report")
-LATER += ("scipy", "networkx", "rich", "tyro", "matplotlib", "jax", "transformers")
+LATER += ("scipy", "networkx", "rich", "tyro", "jax", "transformers")
 
 
 @pytest.mark.slow

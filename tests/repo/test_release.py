@@ -28,8 +28,8 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> email.message.Message:
 
 def test_readme_has_no_relative_link_on_pypi(metadata: email.message.Message) -> None:
     text = metadata.get_payload()
-    targets = re.findall(r"\]\(([^)]+)\)", str(text))
-    assert len(targets) > 10
+    targets = re.findall(r"\]\(([^)]+)\)", str(text)) + re.findall(r'\bsrc(?:set)?="([^"]+)"', str(text))
+    assert len(targets) > 10 and any(target.endswith("-dark.png") for target in targets)
     assert not [target for target in targets if not target.startswith(("https://", "#"))]
     assert f"{URLS['Repository']}/raw/v{remat.__version__}/docs/figures/" in str(text)
 

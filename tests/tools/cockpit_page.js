@@ -22,6 +22,7 @@ class Element {
   getBoundingClientRect() { return { left: 0, top: 0, width: 800, height: 190 }; }
   getContext() {
     const pen = { fillText() {}, beginPath() {}, moveTo() {}, lineTo() {}, stroke() {}, fill() {} };
+    pen.canvas = this;
     pen.measureText = (text) => ({ width: 6 * text.length });
     pen.arc = (x, y) => {
       if (!(x >= 0 && x <= this.width && y >= 0 && y <= this.height)) throw new Error(`a dot outside: ${[x, y]}`);
@@ -41,8 +42,9 @@ const root = new Element("div");
 byId.cockpit = root;
 const world = { document: { createElement: (tag) => new Element(tag), getElementById: (id) => byId[id] } };
 world.window = { addEventListener() {}, devicePixelRatio: 1 };
+world.getComputedStyle = () => ({ color: "#1c1c1c" });
 const start = process.cpuUsage();
-vm.runInNewContext(code + "\nthis.api = { stacks, totals, alive, byRegion, byCategory, verdict, undominated };", world);
+vm.runInNewContext(code + "\nthis.api = { stacks, totals, alive, byRegion, byCategory, verdict, undominated, spans };", world);
 const opened = process.cpuUsage(start).user / 1e3;
 
 const record = JSON.parse(byId["cockpit-data"].textContent);
@@ -59,7 +61,7 @@ for (const canvas of charts) {
 }
 const drawn = Object.fromEntries(filled);
 const tip = root.find("div").find((e) => e.id === "tip").textContent;
-const [device, by] = root.find("select");
+const [by, device] = root.find("select");
 by.value = "region";
 by.onchange();
 const regions = root.find("span").filter((e) => e.className === "key").map((e) => e.text.trim());
@@ -68,11 +70,13 @@ device.onchange();
 const tables = root.find("table");
 const kept = tables[tables.length - 1];
 const firsts = [];
-for (const column of [0, 0, 3]) {
+for (const column of [0, 0, 4]) {
   const buttons = root.find("table").pop().find("button");
   buttons[column].onclick();
   firsts.push(root.find("table").pop().find("tbody")[0].children.map((row) => row.children[column].text));
 }
+const kinds = root.find("table").pop().find("tbody")[0].children.map((row) => row.children.map((cell) => cell.text));
+const blocks = sides.map((side) => world.api.spans(side, choices[record.start].columns, record.words).map((s) => s.name));
 const said = () => root.find("span").filter((e) => ["yes", "no"].includes(e.className)).map((e) => e.text);
 const fits = said();
 // The slider is moved over all policies; the last chart, the verdict and the table follow.
@@ -90,4 +94,4 @@ if (map) {
   map.onclick({ clientX: 0, clientY: 0 });
   map.onmousemove({ clientX: 0, clientY: 0, pageX: 0, pageY: 0 });
 }
-console.log(JSON.stringify({ peaks, drawn, tip, regions, firsts, fits, opened, switched, rows: kept.find("tr").length }));
+console.log(JSON.stringify({ peaks, drawn, tip, regions, firsts, kinds, blocks, fits, opened, switched, rows: kept.find("tr").length }));

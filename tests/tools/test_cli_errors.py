@@ -45,7 +45,7 @@ def factory():
             "is no device. Write --device cpu, cuda",
         ),
         (
-            ["doctor", "torch:sin", "--input", "4", "--device", "meta"],
+            ["explain", "torch:sin", "--input", "4", "--device", "meta", "--check"],
             "nothing can run there. Write --device",
         ),
         (["sweep", *TINY, "--device", "cuda"], "no CUDA device. Write --device cpu."),
@@ -56,15 +56,11 @@ def factory():
         (["plan", f"{ME}:block", *TWO, "--device", "tpu9"], "No speeds for device 'tpu9': write one of a100"),
         (["plan", f"{ME}:block", *TWO, "--budget", "lots"], "'lots' is not a budget. Write budget=0.4"),
         (["plan", f"{ME}:block", *TWO, "--out", "plan.json"], "write --budget too"),
-        (
-            ["explain", f"{ME}:block", *TWO, "--policy", "names=h", "--policy", "names=h"],
-            "write remat compare",
-        ),
-        (["compare", f"{ME}:block", *TWO, "--policy", "plan=nowhere.json"], "nowhere.json: No such file"),
-        (["compare", f"{ME}:block", *TWO, "--policy", f"plan={__file__}"], "is not a plan"),
-        (["compare", "gtp"], "did you mean gpt, or MODULE:FN?"),
-        (["compare", "gpt", "--input", "4x8"], "write --batch and --seq, not --input"),
-        (["compare", "gpt", "--dtype", "int8"], "is not a dtype of a model. Write float64"),
+        (["explain", f"{ME}:block", *TWO, "--policy", "plan=nowhere.json"], "nowhere.json: No such file"),
+        (["explain", f"{ME}:block", *TWO, "--policy", f"plan={__file__}"], "is not a plan"),
+        (["explain", "gtp"], "did you mean gpt, or MODULE:FN?"),
+        (["explain", "gpt", "--input", "4x8"], "write --batch and --seq, not --input"),
+        (["explain", "gpt", "--dtype", "int8"], "is not a dtype of a model. Write float64"),
         (["explain", "gpt", "--device", "cuda"], "no CUDA device. Write --device cpu."),
         (["sweep", "--batch", "0"], "--batch 0 must be positive. Write --batch 8."),
         (["init", "nowhere/config.json"], "there is no file nowhere/config.json. Write a config type"),
@@ -97,12 +93,9 @@ def test_models_that_cannot_be_made(capsys, tmp_path, name):
     [
         ["sweep", *TINY, "--out"],
         ["explain", f"{ME}:block", *TWO, "--html"],
-        ["compare", f"{ME}:block", *TWO, "--html"],
         ["init", "gpt2", "--out"],
         ["plan", f"{ME}:block", *TWO, "--budget", "0.5", "--out"],
-        ["plan", f"{ME}:block", *TWO, "--png"],
         ["plan", f"{ME}:block", *TWO, "--csv"],
-        ["schedule", "--png"],
     ],
 )
 def test_outputs_are_checked_before_the_work(capsys, tmp_path, line):
@@ -149,19 +142,19 @@ def test_bash_completes(capsys, tmp_path):
     ask = """
     source remat.sh
     f=$(complete -p remat | sed -E 's/.*-F ([^ ]+) .*/\\1/')
-    COMP_WORDS=(remat comp); COMP_CWORD=1; $f; echo "${COMPREPLY[@]}"
+    COMP_WORDS=(remat expl); COMP_CWORD=1; $f; echo "${COMPREPLY[@]}"
     COMP_WORDS=(remat sweep --mode ""); COMP_CWORD=3; $f; echo "${COMPREPLY[@]}"
     """
     done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["compare", "backward", "func", "vmap"], done.stderr
+    assert done.stdout.split() == ["explain", "backward", "func", "vmap"], done.stderr
 
 
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(UsageError, match="is a folder: write the name of a file in it"):
-        checked.writable("--png", tmp_path)
-    checked.writable("--png", tmp_path / "new.png")
-    checked.writable("--png", None)
-    assert not (tmp_path / "new.png").exists()
+        checked.writable("--csv", tmp_path)
+    checked.writable("--csv", tmp_path / "new.csv")
+    checked.writable("--csv", None)
+    assert not (tmp_path / "new.csv").exists()
 
 
 def test_an_error_of_the_users_function_is_one_line(capsys, monkeypatch):
@@ -189,7 +182,7 @@ def test_every_command_has_json():
 def test_budgets_names_and_rules_are_policies_of_a_line(capsys, tmp_path):
     policies = ["budget=0.9", "names=h", f"{ME}:rule", "save_names('h', strict=True)"]
     options = [option for policy in policies for option in ("--policy", policy)]
-    assert main(["compare", f"{ME}:block", *TWO, *options, "--json"]) == 0
+    assert main(["explain", f"{ME}:block", *TWO, *options, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["policy"] for row in rows][:2] == ["checkpoint_policy(budget=0.9)", "save_names('h')"]
     assert "rule" in rows[2]["policy"] and rows[3]["kept_bytes"] == rows[1]["kept_bytes"]
@@ -214,15 +207,15 @@ def test_a_plan_is_a_policy_of_a_line(capsys, tmp_path):
     plan = tmp_path / "plan.json"
     assert main(["plan", f"{ME}:block", *TWO, "--budget", "0.9", "--out", str(plan), "--json"]) == 0
     kept = json.loads(capsys.readouterr().out)["kept"]
-    assert main(["compare", f"{ME}:block", *TWO, "--policy", f"plan={plan}", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert row["kept_bytes"] == sum(value["bytes"] for value in kept if value["op"] != "input")
+    assert main(["explain", f"{ME}:block", *TWO, "--policy", f"plan={plan}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kept_bytes"] == sum(value["bytes"] for value in kept if value["op"] != "input")
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_compare_of_a_built_in_model(capsys, tmp_path, model):
     html = tmp_path / "report.html"
-    line = ["compare", model, *TINY[:-2], "--policy", "save_nothing", "--policy", "budget=0.5"]
+    line = ["explain", model, *TINY[:-2], "--policy", "save_nothing", "--policy", "budget=0.5"]
     assert main([*line, "--json", "--html", str(html)]) == 0
     nothing, half = json.loads(capsys.readouterr().out)["rows"]
     assert nothing["kept_bytes"] < half["kept_bytes"] < half["plain_bytes"]
@@ -237,7 +230,7 @@ def test_what_a_line_can_say():
 
 
 def test_a_plan_and_its_frontier_are_written_together(capsys, tmp_path):
-    png, out = tmp_path / "f.png", tmp_path / "plan.json"
+    table, out = tmp_path / "f.csv", tmp_path / "plan.json"
     line = [
         "plan",
         f"{ME}:block",
@@ -246,14 +239,14 @@ def test_a_plan_and_its_frontier_are_written_together(capsys, tmp_path):
         "free",
         "--points",
         "3",
-        "--png",
-        str(png),
+        "--csv",
+        str(table),
         "--out",
         str(out),
     ]
     assert main([*line, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
-    assert png.read_bytes().startswith(b"\x89PNG")
+    assert table.read_text().startswith("planner,")
     assert main(["plan", f"{ME}:block", *TWO, "--points", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["points"]
 

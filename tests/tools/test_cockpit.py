@@ -132,12 +132,18 @@ def test_the_page_draws_what_was_measured(found, tmp_path):
     page = drawn(tmp_path / "report.html")
     assert page["peaks"] == [found.plain.peak, found.now.peak]
     # Arguments, policy, inputs, autograd, recomputed, others: all six categories are there.
-    assert len(set(page["drawn"]) - {"#000000"}) == 6
+    assert len(set(page["drawn"]) - {"#1c1c1c"}) == 6
     assert "test_cockpit.py:" in page["tip"] and "alive" in page["tip"] and " ms on H100-80" in page["tip"]
     assert page["regions"] == ["arguments and weights", "outside of regions", "block"]
     down, up, prices = page["firsts"][1], page["firsts"][0], page["firsts"][2]
     assert down == up[::-1] or sorted(down) == sorted(up)
     assert prices[0] == max(prices, key=lambda text: float(text or -1))
+    # Three regions keep the same h: one row, with its shape and what all three take.
+    h = [row for row in page["kinds"] if row[6] == "h, aten.tanh.default"]
+    assert [row[1:4] for row in h] == [["3", "kept by policy", "f64[4,16]"]]
+    assert h[0][0] == format_bytes(3 * FLOAT * 4 * 16)
+    # Blocks stand on the time axis of both, also where regions are plain functions.
+    assert page["blocks"][0][0] == page["blocks"][1][0] == "block" and len(page["blocks"][0]) > 1
     used = found.now.peak + found.now.timeline.arguments
     assert page["fits"][1].startswith("as it is: ") and "fits an H200-141: yes" in page["fits"][1]
     assert used < 79 * GIB

@@ -50,7 +50,7 @@ def test_the_slider_in_a_browser(tmp_path):
         assert shown["titles"][0] == page["start"]["titles"][0]
         assert shown["fits"][1].startswith(f"{label}: ") and "fits an H100-80: yes" in shown["fits"][1]
         # The chosen point, the others, and the step without remat.
-        assert {"#d55e00", "#0072b2", "#444444"} <= set(shown["map"])
+        assert {"#d55e00", "#0072b2", "#1c1c1c"} <= set(shown["map"])
     assert page["pressed"] == ["save_nothing"] and page["pinned"].startswith("save_nothing: op ")
     # Autograd's values are in the first picture; inputs of regions and what runs again in the second.
     assert "#e69f00" in page["charts"][0] and {"#56b4e9", "#cc79a7"} <= set(page["charts"][1])

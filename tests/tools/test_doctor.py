@@ -189,8 +189,10 @@ def sick():
 
 
 def test_the_command(capsys):
-    assert main(["doctor", f"{__name__}:healthy"]) == 0
+    assert main(["explain", f"{__name__}:healthy", "--check"]) == 0
     assert "nothing found" in capsys.readouterr().out
     assert main(["doctor", f"{__name__}:sick", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert said.err == "remat doctor is deprecated: write remat explain --check.\n"
+    told = json.loads(said.out)
     assert [f["cause"] for f in told["findings"]] == ["nested"] and told["saved_bytes"] > 0

@@ -147,9 +147,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "apply to a class": (lambda: library.nn.apply(Layer), "the class Layer", r"Layer\(...\)"),
     "layers as an instance": (lambda: library.nn.apply(MODEL, layers=Layer()), "a Layer", "layers=Layer,"),
     "apply's option misspelt": (
-        lambda: library.nn.apply(MODEL, layer="*"), r"remat.nn.apply\(layer='\*'\)", "did you mean layers"
+        lambda: library.nn.apply(MODEL, layer="*"), r"remat.apply\(layer='\*'\)", "did you mean layers"
     ),
-    "an option of apply": (lambda: remat(MODEL, layers="*"), r"remat\(layers='\*'\)", "remat.nn.apply"),
+    "an option of apply": (lambda: remat(MODEL, layers="*"), r"remat\(layers='\*'\)", "remat.apply"),
     "apply to a list": (lambda: library.nn.apply([MODEL]), "list", r"remat\(fn"),
     "remove from a function": (lambda: library.nn.remove(f), "the function f", "a module"),
     "regions of a function": (lambda: library.nn.regions(f), "the function f", "a module"),

@@ -10,3 +10,8 @@ from remat._inspect.report.explain import (
     Explanation,  # what `explain` found
     explain,  # what `fn(*args, **kwargs)` keeps for its backward, what it recomputes, and what that costs
 )
+from remat._inspect.report.tables import (
+    Page,  # a headline, tables, and notes
+    Table,  # a title, columns, and rows of text
+    as_text,  # a page as plain text
+)

@@ -1,4 +1,4 @@
-"""What defeats regions: one function for each cause that the notes of `explain` and `doctor` know."""
+"""What defeats regions: one function for each cause that the notes of `explain` know."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def causes(
             "no region",
             "",
             "the step calls no region.",
-            "wrap its parts, such as each block, in remat(...), or remat.nn.apply(model, layers=...).",
+            "wrap its parts, such as each block, in remat(...), or remat.apply(model, layers=...).",
         )
     yield from _names(told)
     yield from eager(seen)

@@ -7,6 +7,13 @@ function element(tag, properties, ...children) {
   return made;
 }
 
+// A cell, which says its column where rows are not side by side.
+function cell(head, content, className = "") {
+  const made = element("td", { className }, ...(content === "" ? [] : [content]));
+  made.setAttribute("data-head", head);
+  return made;
+}
+
 class Cockpit {
   constructor(root, data) {
     this.data = data;
@@ -45,18 +52,19 @@ class Cockpit {
     this.kept = element("div", { className: "wide" });
     this.charts = this.data.plain ? [this.chart(0), this.chart(1)] : [this.chart(0)];
     this.frontier = this.data.choices.length > 1 ? this.switcher() : [];
+    const [slider, ...frontier] = this.frontier;
     this.root.append(
       element("h1", { textContent: `${this.data.name}: live bytes through forward and backward` }),
-      element("div", { className: "bar" }, element("label", {}, "device ", this.device),
-        element("label", {}, "optimizer and others, GiB ", extra)),
-      ...this.frontier,
-      this.fits,
-      element("div", { className: "bar" }, element("label", {}, "stack by ", by),
-        element("label", {}, args, " arguments and weights")),
-      this.legend,
+      ...(slider ? [slider] : []),
       ...this.charts.flatMap((chart) => [chart.title, chart.canvas]),
+      this.legend,
+      element("div", { className: "bar" }, element("label", {}, "stack by ", by),
+        element("label", {}, args, " arguments and weights"), element("label", {}, "device ", this.device),
+        element("label", {}, "optimizer and others, GiB ", extra)),
+      this.fits,
       this.tip,
       this.detail,
+      ...frontier,
       element("h2", { textContent: "What waits between forward and backward" }),
       this.kept,
     );
@@ -94,8 +102,8 @@ class Cockpit {
     this.map.onclick = (event) => this.choose(this.nearest(event));
     this.policies = element("div", { className: "wide" });
     return [
-      element("h2", { textContent: "The frontier: memory of the step against time of what runs again" }),
       element("div", { className: "bar" }, element("label", {}, "less memory ", this.slider, " less recomputation"), this.chosen),
+      element("h2", { textContent: "The frontier: memory of the step against time of what runs again" }),
       element("div", { className: "split" }, this.map, this.policies),
     ];
   }
@@ -124,8 +132,8 @@ class Cockpit {
       chart.rows = stacks(chart.side, this.groups.of[i], this.groups.names.length, this.state.args);
       chart.total = totals(chart.rows);
     });
-    // One scale for both.
-    this.most = Math.max(1, ...this.charts.map((c) => c.total.reduce((a, b) => Math.max(a, b), 0)));
+    // One scale for both, with room above for words.
+    this.most = 1.1 * Math.max(1, ...this.charts.map((c) => c.total.reduce((a, b) => Math.max(a, b), 0)));
     this.legend.replaceChildren(...this.groups.names.map((name, i) => {
       const box = element("i", {});
       box.style.background = COLOURS[i];
@@ -153,6 +161,7 @@ class Cockpit {
     this.slider.value = choice;
     this.slider.setAttribute("aria-valuetext", this.summary.label);
     this.chosen.textContent = this.summary.label;
+    const heads = ["policy", "step", "kept", "ms recomputed", "of the step", "fits"];
     const rows = this.data.choices.map((each, i) => {
       const { bytes: used, ms } = pointOf(each, device, this.extra);
       const share = this.data.step_ms[device] ? (100 * ms) / this.data.step_ms[device] : 0;
@@ -161,10 +170,9 @@ class Cockpit {
       name.setAttribute("aria-pressed", String(i === choice));
       const cells = [bytes(used), bytes(each.kept_bytes), ms.toPrecision(3), `+${share.toFixed(0)}%`, fits];
       const row = element("tr", { className: i === choice ? "chosen" : "", onclick: () => this.choose(i) },
-        element("td", {}, name), ...cells.map((text) => element("td", { className: "r", textContent: text })));
+        cell(heads[0], name), ...cells.map((text, c) => cell(heads[c + 1], text, "r")));
       return row;
     });
-    const heads = ["policy", "step", "kept", "ms again", "of the step", "fits"];
     this.policies.replaceChildren(element("table", {},
       element("thead", {}, element("tr", {}, ...heads.map((text, c) => element("th", { textContent: text, className: c ? "r" : "" })))),
       element("tbody", {}, ...rows)));
@@ -178,8 +186,7 @@ class Cockpit {
     const right = 1.08 * Math.max(1, ...points.map((p) => p.bytes));
     const top = 1.15 * Math.max(1e-12, ...points.map((p) => p.ms));
     const { width, height } = this.map;
-    const ratio = window.devicePixelRatio || 1;
-    const [left, foot] = [16 * ratio, 28 * ratio];
+    const [left, foot] = [LEFT * this.ratio, 34 * this.ratio];
     const at = (p) => ({
       x: left + (p.bytes / right) * (width - left),
       y: (height - foot) * (1 - p.ms / top),
@@ -199,22 +206,49 @@ class Cockpit {
     const each = this.data.choices[i];
     const { bytes: used, ms } = pointOf(each, this.state.device, this.extra);
     const away = each.host_bytes ? `, ${bytes(each.host_bytes)} on the host` : "";
-    this.tip.textContent = `${each.label}\n${bytes(used)} for the step, ${bytes(each.kept_bytes)} kept${away}\n${ms.toPrecision(3)} ms again`;
+    this.tip.textContent = `${each.label}\n${bytes(used)} for the step, ${bytes(each.kept_bytes)} kept${away}\n${ms.toPrecision(3)} ms recomputed`;
     Object.assign(this.tip.style, { display: "block", left: `${event.pageX + 14}px`, top: `${event.pageY + 14}px` });
   }
 
+  get ratio() { return window.devicePixelRatio || 1; }
+  // Text and axes have the colour of the page's text, which is light in dark mode.
+  get ink() { return getComputedStyle(this.root).color; }
+
+  // A canvas of so many pixels a line, ready to be drawn on.
+  pen(canvas, height) {
+    const size = { width: Math.round((canvas.clientWidth || 900) * this.ratio), height: Math.round(height * this.ratio) };
+    Object.assign(canvas, size);
+    const pen = canvas.getContext("2d");
+    pen.font = `${12 * this.ratio}px system-ui, sans-serif`;
+    pen.fillStyle = this.ink;
+    return pen;
+  }
+
+  // Text whose middle, left or right end is at x, and which stays on the canvas.
+  write(pen, text, x, y, share = 0) {
+    const wide = pen.measureText(text).width;
+    pen.fillText(text, Math.max(0, Math.min(x - share * wide, pen.canvas.width - wide)), y);
+  }
+
   drawFrontier() {
-    const ratio = window.devicePixelRatio || 1;
-    Object.assign(this.map, { width: Math.round((this.map.clientWidth || 400) * ratio), height: Math.round(240 * ratio) });
-    const pen = this.map.getContext("2d");
+    const { ratio } = this;
+    const pen = this.pen(this.map, 260);
     const { points, at, left, foot, right, top } = this.places();
     const ground = this.map.height - foot;
-    pen.font = `${12 * ratio}px system-ui, sans-serif`;
-    pen.fillStyle = "#444444";
     pen.fillRect(left, 0, ratio, ground);
     pen.fillRect(left, ground, this.map.width - left, ratio);
-    pen.fillText(`memory of the step: 0 to ${bytes(right)}`, left, this.map.height - 8 * ratio);
-    pen.fillText(`ms of what runs again: 0 to ${top.toPrecision(2)}`, left + 6 * ratio, 12 * ratio);
+    for (const n of ticks(right, 1024)) {
+      const { x } = at({ bytes: n, ms: 0 });
+      pen.fillRect(x, ground, ratio, 4 * ratio);
+      this.write(pen, tickText(n), x, ground + 16 * ratio, 0.5);
+    }
+    for (const ms of ticks(top, 1000)) {
+      const { y } = at({ bytes: 0, ms });
+      pen.fillRect(left - 4 * ratio, y, 4 * ratio, ratio);
+      this.write(pen, `${Number(ms.toPrecision(3))}`, left - 7 * ratio, Math.max(10 * ratio, y + 4 * ratio), 1);
+    }
+    this.write(pen, "memory of the step", this.map.width, this.map.height - 4 * ratio, 1);
+    this.write(pen, "ms recomputed", left + 6 * ratio, 12 * ratio);
     pen.strokeStyle = "#999999";
     pen.lineWidth = ratio;
     pen.beginPath();
@@ -228,11 +262,12 @@ class Cockpit {
 
   dot(pen, { x, y }, i, ratio) {
     const [chosen, plain] = [i === this.state.choice, i === this.data.choices.length];
-    pen.fillStyle = plain ? "#444444" : chosen ? "#d55e00" : "#0072b2";
+    pen.fillStyle = plain ? this.ink : chosen ? "#d55e00" : "#0072b2";
     pen.beginPath();
     if (plain) pen.fillRect(x - 4 * ratio, y - 4 * ratio, 8 * ratio, 8 * ratio);
     else pen.arc(x, y, (chosen ? 7 : 4) * ratio, 0, 7);
     pen.fill();
+    if (plain) this.write(pen, "without remat", x, y - 9 * ratio, 0.5);
     if (!chosen) return;
     // Beside the point, on the side where there is room.
     const label = this.summary.label.length > 40 ? this.summary.label.slice(0, 39) + "\u2026" : this.summary.label;
@@ -243,19 +278,13 @@ class Cockpit {
 
   draw() {
     if (this.frontier.length) this.drawFrontier();
-    this.charts.forEach((chart) => {
-      const { canvas, side, rows, total } = chart;
-      const ratio = window.devicePixelRatio || 1;
-      const [width, height] = [Math.round((canvas.clientWidth || 900) * ratio), Math.round(190 * ratio)];
-      Object.assign(canvas, { width, height });
-      const pen = canvas.getContext("2d");
-      chart.columns = decimated(total, side.op.length, width);
-      rows.forEach((_, g) => this.paint(pen, chart, g, height));
-      const turn = (side.boundary / Math.max(1, side.op.length)) * width;
-      pen.fillStyle = "#000000";
-      pen.fillRect(Math.round(turn), 0, Math.max(1, ratio), height);
-      pen.font = `${12 * ratio}px system-ui, sans-serif`;
-      pen.fillText("backward", Math.min(turn + 4 * ratio, width - 60 * ratio), 14 * ratio);
+    this.charts.forEach((chart, i) => {
+      const { canvas, side, total } = chart;
+      const pen = this.pen(canvas, HIGH + FOOT);
+      chart.columns = decimated(total, side.op.length, Math.max(1, canvas.width - Math.round(LEFT * this.ratio)));
+      chart.rows.forEach((_, g) => this.paint(pen, chart, g));
+      this.drawAxes(pen, chart, this.spans(i));
+      this.drawLabels(pen, chart);
       const peak = total.reduce((a, b) => Math.max(a, b), 0);
       chart.title.textContent = `${chart.name}: at most ${bytes(peak)}`;
       canvas.setAttribute("aria-label", `${chart.title.textContent}; arrow keys step through the ops`);
@@ -263,13 +292,59 @@ class Cockpit {
     this.mark();
   }
 
-  paint(pen, chart, group, height) {
+  // The blocks of the forward and of the backward. A step without remat has the ops of the forward, not regions.
+  spans(i) {
+    const shown = this.charts[this.charts.length - 1].side;
+    const { side } = this.charts[i];
+    return spans(side, shown.boundary === side.boundary ? shown : side, this.data.words);
+  }
+
+  drawAxes(pen, { canvas, side, name }, spans) {
+    const { ratio } = this;
+    const [left, ground] = [Math.round(LEFT * ratio), HIGH * ratio];
+    const at = (op) => left + (op / Math.max(1, side.op.length)) * (canvas.width - left);
+    pen.fillStyle = this.ink;
+    pen.fillRect(left, ground, canvas.width - left, ratio);
+    for (const n of ticks(this.most, 1024)) {
+      const y = ground * (1 - n / this.most);
+      pen.fillRect(left - 4 * ratio, y, 4 * ratio, ratio);
+      this.write(pen, tickText(n), left - 7 * ratio, Math.max(10 * ratio, y + 4 * ratio), 1);
+    }
+    pen.fillRect(Math.round(at(side.boundary)), 0, Math.max(1, ratio), ground + 4 * ratio);
+    this.write(pen, "forward", left + 6 * ratio, 13 * ratio);
+    this.write(pen, "backward", at(side.boundary) + 5 * ratio, 13 * ratio);
+    let free = 0;
+    for (const { from, end, name } of spans) {
+      const [x, wide] = [at(from), pen.measureText(name).width];
+      pen.fillRect(x, ground, ratio, 5 * ratio);
+      // A name where it has room, and its mark in any case.
+      const start = Math.max(left, (x + at(end) - wide) / 2);
+      if (start < free || start + wide > canvas.width) continue;
+      pen.fillText(name, start, ground + 17 * ratio);
+      free = start + wide + 6 * ratio;
+    }
+  }
+
+  // What an area is, written into it where it is thickest.
+  drawLabels(pen, chart) {
+    const [left, ground] = [Math.round(LEFT * this.ratio), HIGH * this.ratio];
+    this.groups.names.forEach((name, g) => {
+      const wide = pen.measureText(name).width + 8 * this.ratio;
+      const spot = roomiest(chart, g, Math.ceil(wide), (15 * this.ratio * this.most) / ground);
+      if (!spot) return;
+      pen.fillStyle = DARK.has(COLOURS[g]) ? "#ffffff" : "#1c1c1c";
+      pen.fillText(name, left + spot.x + 4 * this.ratio, ground * (1 - spot.middle / this.most) + 4 * this.ratio);
+    });
+  }
+
+  paint(pen, chart, group) {
+    const [left, ground] = [Math.round(LEFT * this.ratio), HIGH * this.ratio];
     pen.fillStyle = COLOURS[group];
     chart.columns.forEach((op, x) => {
       let below = 0;
       for (let g = 0; g < group; g++) below += chart.rows[g][op];
-      const [bottom, top] = [below, below + chart.rows[group][op]].map((v) => height * (1 - v / this.most));
-      if (bottom - top > 0) pen.fillRect(x, top, 1, bottom - top);
+      const [bottom, top] = [below, below + chart.rows[group][op]].map((v) => ground * (1 - v / this.most));
+      if (bottom - top > 0) pen.fillRect(left + x, top, 1, bottom - top);
     });
   }
 
@@ -277,15 +352,16 @@ class Cockpit {
     const pinned = this.state.pinned;
     if (!pinned) return;
     const { canvas, side } = this.charts[pinned.side];
+    const left = Math.round(LEFT * this.ratio);
     const pen = canvas.getContext("2d");
-    pen.fillStyle = "#000000";
-    pen.fillRect(Math.round((pinned.op / side.op.length) * canvas.width), 0, 2, canvas.height);
+    pen.fillStyle = this.ink;
+    pen.fillRect(left + Math.round((pinned.op / side.op.length) * (canvas.width - left)), 0, 2, HIGH * this.ratio);
   }
 
   opAt(i, event) {
     const { canvas, columns } = this.charts[i];
     const box = canvas.getBoundingClientRect();
-    const x = Math.floor(((event.clientX - box.left) / box.width) * columns.length);
+    const x = Math.floor(((event.clientX - box.left - LEFT) / Math.max(1, box.width - LEFT)) * columns.length);
     return columns[Math.max(0, Math.min(columns.length - 1, x))] || 0;
   }
 
@@ -319,10 +395,10 @@ class Cockpit {
       const made = Math.min(side.made[b], side.op.length - 1);
       const ms = price(side, made, device);
       const gib = side.bytes[b] ? (ms / side.bytes[b]) * 2 ** 30 : 0;
-      const texts = [side.op[made], side.owner[b], side.at[made]].map((w) => this.data.words[w]);
+      const texts = [side.shape[b], side.op[made], side.owner[b], side.at[made]].map((w) => this.data.words[w]);
       return [side.bytes[b], LABELS[this.data.categories[side.category[b]]], ms, gib, ...texts];
     });
-    const columns = ["bytes", "category", "ms", "ms per GiB", "made by", "region", "line"];
+    const columns = ["bytes", "category", "ms", "ms per GiB", "shape", "op", "region", "line"];
     this.detail.replaceChildren(
       element("h2", { textContent: `${this.charts[i].name}: ${this.describe(i, op).slice(0, 4).join("; ")}` }),
       this.table(columns, rows),
@@ -331,10 +407,10 @@ class Cockpit {
   }
 
   tellKept() {
-    const columns = ["bytes", "category", "each", "ms", "ms per GiB", "name", "op", "region", "line"];
+    const columns = ["bytes", "times", "category", "shape", "ms", "ms per GiB", "from", "region", "line"];
     const rows = sorted(keptRows(this.data.words, this.choice, this.data.devices[this.state.device]), ...this.order);
     const press = (column) => {
-      this.order = [column, this.order[0] === column ? !this.order[1] : column < 5];
+      this.order = [column, this.order[0] === column ? !this.order[1] : column < 6];
       this.tellKept();
     };
     const shown = rows.slice(0, MOST_ROWS);
@@ -351,7 +427,7 @@ class Cockpit {
     const text = (value, c) => {
       if (value === null) return "";
       if (typeof value !== "number") return value;
-      return columns[c] === "bytes" ? bytes(value) : value.toPrecision(3);
+      return columns[c] === "bytes" ? bytes(value) : columns[c] === "times" ? `${value}` : value.toPrecision(3);
     };
     const heads = columns.map((name, c) => {
       if (!press) return element("th", { textContent: name });
@@ -361,7 +437,7 @@ class Cockpit {
       return head;
     });
     const body = rows.map((row) => element("tr", {}, ...row.map((value, c) =>
-      element("td", { className: typeof value === "number" ? "r" : "", textContent: text(value, c) }))));
+      cell(columns[c], text(value, c), typeof value === "number" ? "r" : ""))));
     return element("table", {}, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...body));
   }
 }

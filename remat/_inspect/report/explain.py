@@ -29,7 +29,7 @@ _SAID = ("no region", "save_everything", "attention in parts", "too small", "who
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Shown):
-    """What `explain` found. It prints as text, in rich, and in notebooks; `save` writes an HTML file.
+    """What `explain` found. It prints as text, and as HTML in notebooks; `save` writes an HTML file.
 
     Under several policies it prints one table, a row for each; `found[policy]` tells all of one.
 

@@ -7,11 +7,15 @@ const LABELS = {
   arguments: "arguments and weights",
   policy: "kept by policy",
   inputs: "inputs that regions keep",
-  autograd: "kept by autograd, outside of regions",
+  autograd: "kept by autograd",
   recomputed: "recomputed",
   other: "gradients and temporary values",
 };
 const MOST_ROWS = 500;
+// White text stands on these, black text on the others.
+const DARK = new Set(["#0072b2", "#d55e00"]);
+// Sizes of a picture in pixels of the page: the room of its axes, and the height of what is drawn.
+const [LEFT, HIGH, FOOT] = [64, 190, 24];
 
 // Halves to even, as Python does: the report below the pictures must say the same.
 function tenths(x) {
@@ -27,6 +31,62 @@ function bytes(n) {
     size /= 1024;
   }
   return sign + tenths(size) + " TiB";
+}
+
+// Round numbers from 0 to `most`, about five of them. Of bytes they are round in their unit.
+function ticks(most, base) {
+  const unit = base === 1024 ? 1024 ** Math.max(0, Math.floor(Math.log(most) / Math.log(1024))) : 1;
+  const power = 10 ** Math.floor(Math.log10(most / unit / 4));
+  const step = unit * power * [1, 2, 5, 10].find((n) => most / (unit * power * n) <= 5.5);
+  return Array.from({ length: Math.floor(most / step) + 1 }, (_, i) => i * step);
+}
+
+function tickText(n) {
+  return n ? bytes(n).replace(".0 ", " ") : "0";
+}
+
+// Where the blocks of a step begin and end: [{from, end, name}], of the forward and of the backward. `named` has
+// the regions of the forward, and may be another step with the same forward ops.
+function spans(side, named, words) {
+  const outside = words.indexOf("");
+  const runs = (first, end, region) => {
+    const found = [];
+    for (let i = first; i < end; i++) {
+      const name = region(i);
+      if (name === outside || name === undefined) continue;
+      const last = found[found.length - 1];
+      if (last && last.word === name) last.end = i + 1;
+      else found.push({ word: name, from: i, end: i + 1 });
+    }
+    return found;
+  };
+  const forward = runs(0, side.boundary, (i) => named.region[i]);
+  // An op of the backward belongs to the block whose ops run again, or whose kept values go first.
+  const region = new Map();
+  for (let b = 0; b < side.bytes.length; b++) {
+    const [made, freed] = [side.made[b], side.freed[b]];
+    if (made >= side.boundary || freed <= side.boundary || freed >= side.op.length) continue;
+    if (!region.has(freed)) region.set(freed, named.region[made]);
+  }
+  for (let i = side.boundary; i < side.op.length; i++) if (side.region[i] !== outside) region.set(i, side.region[i]);
+  const backward = runs(side.boundary, side.op.length, (i) => region.get(i));
+  const found = [...forward, ...backward];
+  return found.map((span) => ({ ...span, name: words[span.word] }));
+}
+
+// The place where a group of a chart is thick enough for a text so many columns wide, or undefined.
+function roomiest({ columns, rows }, group, wide, least) {
+  let best;
+  for (let x = 0; x + wide <= columns.length; x += Math.max(1, wide >> 2)) {
+    let [low, high] = [0, Infinity];
+    for (let i = x; i < x + wide; i += 4) {
+      let below = 0;
+      for (let g = 0; g < group; g++) below += rows[g][columns[i]];
+      [low, high] = [Math.max(low, below), Math.min(high, below + rows[group][columns[i]])];
+    }
+    if (high - low >= least && (!best || high - low > best.thick)) best = { x, thick: high - low, middle: (low + high) / 2 };
+  }
+  return best;
 }
 
 // Milliseconds of one op on a device, by its roofline.
@@ -101,17 +161,28 @@ function alive(side, op, most) {
   return found.sort((a, b) => side.bytes[b] - side.bytes[a]).slice(0, most);
 }
 
-// Rows of the table of kept values: numbers first, so that they can be sorted.
+// Rows of the table of kept values, those that differ by their region alone as one.
 function keptRows(words, choice, device) {
   const side = choice.columns;
   const made = choice.kept.map(([size, category, shape, name, op]) => {
     const ms = price(side, op, device);
     const gib = size ? (ms / size) * 2 ** 30 : 0;
     const at = op < side.at.length ? words[side.at[op]] : "";
-    return [size, LABELS[category], shape, ms, gib, name, words[side.op[op]] || "", words[side.region[op]] || "", at];
+    const from = (name ? `${name}, ` : "") + (words[side.op[op]] || "");
+    return [size, 1, LABELS[category], shape, ms, gib, from, words[side.region[op]] || "", at];
   });
-  const held = choice.held.map(([size, why, shape, path]) => [size, `${why}, lives anyway`, shape, null, null, path, "", "", ""]);
-  return made.concat(held);
+  const held = choice.held.map(([size, why, shape, path]) => [size, 1, `${why}, lives anyway`, shape, null, null, path, "", ""]);
+  const groups = new Map();
+  for (const row of made) {
+    const key = JSON.stringify([row[0], ...row.slice(2, 7), row[8]]);
+    groups.set(key, [...(groups.get(key) || []), row]);
+  }
+  const one = ([first, ...more]) => {
+    const names = [...new Set([first, ...more].map((row) => row[7]))];
+    const region = names.length > 2 ? `${names[0]} to ${names[names.length - 1]}` : names.join(", ");
+    return [first[0] * (1 + more.length), 1 + more.length, ...first.slice(2, 7), region, first[8]];
+  };
+  return [...[...groups.values()].map(one), ...held];
 }
 
 function sorted(rows, column, down) {

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remat._core import DEVICES, Device, format_bytes
+from remat._core import DEVICES, Device, format_bytes, format_shape
 from remat._inspect.report.measure import Measured
 from remat._inspect.report.timeline import CATEGORIES, Timeline
 from remat._inspect.report.watch import PASSES
@@ -143,12 +143,15 @@ def _milliseconds(timeline: Timeline, passes: Sequence[str]) -> dict[str, float]
 
 def _choice(measured: Measured, words: Words) -> dict[str, Any]:
     timeline, kept = measured.timeline, measured.kept
-    shapes = {(str(r.op), r.location, r.bytes): str(r).split(" ")[0] for r in kept if r.op}
     return {
         "columns": columns(timeline, words),
-        "kept": [_kept(block, timeline, shapes) for block in timeline.waiting()],
+        # bytes, category, shape, name, and the op that made it.
+        "kept": [
+            [b.bytes, b.category(timeline.boundary), b.shape, b.name or "", b.made]
+            for b in timeline.waiting()
+        ],
         "held": [
-            [r.bytes, r.why, str(r).split(" ")[0], r.path or ""]
+            [r.bytes, r.why, format_shape(r.dtype, r.shape), r.path or ""]
             for r in kept
             if r.op is None and r.why in ("argument", "captured")
         ],
@@ -172,16 +175,10 @@ def columns(timeline: Timeline, words: Words) -> dict[str, Any]:
         "made": [block.made for block in blocks],
         "freed": [len(ops) if block.freed is None else block.freed for block in blocks],
         "bytes": [block.bytes for block in blocks],
+        "shape": [words[block.shape] for block in blocks],
         "category": [CATEGORIES.index(block.category(timeline.boundary)) for block in blocks],
         "owner": [words[block.region or ""] for block in blocks],
     }
-
-
-def _kept(block: Any, timeline: Timeline, shapes: dict[Any, str]) -> list[Any]:
-    """bytes, category, shape, name, and the op that made it."""
-    ran = timeline.ops[min(block.made, len(timeline.ops) - 1)]
-    shape = shapes.get((str(ran.op), ran.location, block.bytes), "")
-    return [block.bytes, block.category(timeline.boundary), shape, block.name or "", block.made]
 
 
 def short(location: str | None) -> str:

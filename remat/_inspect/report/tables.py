@@ -1,4 +1,4 @@
-"""Tables of cells, rendered as plain text, for rich, and as HTML."""
+"""Tables of cells, rendered as plain text and as HTML."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 # Of a page of its own. In a notebook the page is not ours.
-_BODY = "body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #1c1c1c; background: #fff }"
+_BODY = """
+:root { color-scheme: light dark; --line: #ddd }
+body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #1c1c1c; background: #fff }
+.remat { overflow-x: auto }
+@media (prefers-color-scheme: dark) { :root { --line: #444 } body { color: #e4e4e4; background: #1b1c20 } }
+@media (max-width: 48em) { body { margin: 1em .7em; font-size: 13px } }
+"""
 _STYLE = """
 .remat table { border-collapse: collapse; margin: .3em 0 1.5em }
 .remat caption { text-align: left; font-weight: 600; padding: .2em 0 }
-.remat th, .remat td { padding: .15em .7em; border-bottom: 1px solid #ddd }
+.remat th, .remat td { padding: .15em .7em; border-bottom: 1px solid var(--line, #8884) }
 .remat th, .remat td { text-align: left; white-space: pre }
 .remat .r { text-align: right; font-variant-numeric: tabular-nums }
 .remat .note { border-left: 3px solid #c60; padding-left: .6em; margin: .3em 0 }
 """
-
-_SHORT = 14
+_PHONE = '<meta name="viewport" content="width=device-width">'
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,9 @@ class Page:
 
 def as_text(page: Page, most: int = 20) -> str:
     """The page as plain text; of each table at most so many rows."""
-    parts = ["\n".join(page.headline), *[_text_table(table, most) for table in page.tables]]
-    parts += ["\n".join(map(_text_note, page.notes))] if page.notes else []
-    return "\n\n".join(parts)
+    tables = [_text_table(table, most) for table in page.tables]
+    parts = ["\n".join(page.headline), *tables, "\n".join(map(_text_note, page.notes))]
+    return "\n\n".join(filter(None, parts))
 
 
 def _text_note(note: str) -> str:
@@ -78,31 +82,6 @@ def _text_table(table: Table, most: int) -> str:
 def _cut(rows: tuple[tuple[str, ...], ...], most: int) -> tuple[tuple[str, ...], ...]:
     # A line that says "one more" takes as much room as the row.
     return rows if len(rows) <= most + 1 else rows[:most]
-
-
-def as_rich(page: Page, most: int = 40) -> Any:
-    """The page as a rich renderable."""
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    parts: list[Any] = [Text(page.headline[0], style="bold"), *map(Text, page.headline[1:])]
-    for table in page.tables:
-        shown = _cut(table.rows, most)
-        grid = Grid(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for heading, right, *cells in zip(table.headings, table.right, *shown, strict=True):
-            # Figures stay whole; what is long may be folded.
-            least = min(max(map(len, (heading, *cells))), _SHORT)
-            side = "right" if right else "left"
-            grid.add_column(heading, justify=side, no_wrap=right, min_width=least, overflow="fold")
-        for row in shown:
-            grid.add_row(*map(Text, row))
-        if len(shown) < len(table.rows):
-            grid.caption = f"... and {len(table.rows) - len(shown)} more"
-        parts.append(grid)
-    parts += [Text(f"note: {note}", style="yellow") for note in page.notes]
-    return Group(*parts)
 
 
 def as_html(page: Page) -> str:
@@ -133,14 +112,14 @@ def _html_table(table: Table) -> str:
 def save_html(page: Page, path: str | Path, *, style: str = "", above: str = "") -> None:
     """Write the page as a file that needs nothing else; with HTML of its own `above`, and its style."""
     title = html.escape(page.headline[0])
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{_BODY}{_STYLE}{style}</style>'
+    head = f'<meta charset="utf-8">{_PHONE}<title>{title}</title><style>{_BODY}{_STYLE}{style}</style>'
     body = f"<body>{above}{_html_body(page)}</body>"
     text = f'<!doctype html><html lang="en"><head>{head}</head>{body}</html>\n'
     Path(path).write_text(text, encoding="utf-8")
 
 
 class Shown:
-    """What has a `page()` prints as text, in rich, and in notebooks."""
+    """What has a `page()` prints as text, and as HTML in notebooks."""
 
     def page(self) -> Page:
         raise NotImplementedError
@@ -150,9 +129,6 @@ class Shown:
 
     # What an interactive session shows.
     __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        return as_rich(self.page())
 
     def _repr_html_(self) -> str:
         return as_html(self.page())

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from remat._core import format_shape
 from remat.transforms import flatten
 from remat.transforms.compat import is_strided, storage_key
 from remat.transforms.tape import Kept, made_by
@@ -26,6 +27,7 @@ class MemoryBlock:
         bytes: its size.
         when: the pass that made it.
         region: the region that it was made for, or that keeps it.
+        shape: of the tensor that the op made, as `f32[4,8]`.
         why: why a region keeps it, as in `Kept.why`, or None.
         name: its `checkpoint_name`, where a region keeps it.
         seen: bytes of the largest tensor in it that a region keeps, 0 where none does.
@@ -36,6 +38,7 @@ class MemoryBlock:
     bytes: int
     when: str
     region: str | None
+    shape: str
     freed: int | None = None
     why: str | None = None
     name: str | None = None
@@ -103,11 +106,11 @@ class Blocks:
         if when == "forward":
             # (What a backward reads besides are the derivatives that it was started with.)
             self._look_outside(args, kwargs)
+        shapes = {storage_key(t): format_shape(t.dtype, t.shape) for t in flatten(out)[0] if is_strided(t)}
         for key, storage in made_by(args, kwargs, out):
             if key not in self._alive:
-                block = MemoryBlock(
-                    at, storage.nbytes(), when, region, copied=self._is_copy(args, kwargs, out)
-                )
+                copied = self._is_copy(args, kwargs, out)
+                block = MemoryBlock(at, storage.nbytes(), when, region, shapes[key], copied=copied)
                 self._alive[key] = StorageWeakRef(storage), block
                 self.all.append(block)
                 self.live += block.bytes

@@ -22,7 +22,7 @@ BYTES = ("copy", "clone", "math", "tanh", "norm", "random")
 SECONDS = ("call", "op", "region")
 # Extra -> the packages that it brings.
 EXTRAS = {
-    "cli": ("rich", "tyro", "matplotlib", "einops"),
+    "cli": ("tyro", "einops"),
     "plan": ("scipy",),
     "hf": ("transformers",),
     "bench": ("torch_remat",),

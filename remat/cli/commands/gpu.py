@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -13,7 +12,6 @@ import tyro
 from remat._api import remat
 from remat._overrides import traced_under
 from remat.cli.cards import show
-from remat.cli.checked import writable
 from remat.cli.models import FAMILIES
 from remat.cli.options import StepOptions
 from remat.cli.rows import NONE, parse
@@ -38,15 +36,12 @@ class Gpu(StepOptions):
     policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Once for each: none, 'save_matmuls | save_attention', budget=0.4, names=q,k, MODULE:RULE. Without it:
     none, save_nothing and save_matmuls."""
-    png: Path | None = None
-    """Draw peaks against times there."""
     json: bool = False
     """Print one JSON object instead of the table."""
     code: bool = False
     """Also compile the kernels to machine code, and count those that spill registers."""
 
     def __call__(self) -> int:
-        writable("--png", self.png)
         fn, args = self.shapes()
         chosen = self.policy or (NONE.name, "save_nothing", "save_matmuls")
         policies = [(text, save_everything if text == NONE.name else parse(text)) for text in chosen]
@@ -54,7 +49,7 @@ class Gpu(StepOptions):
             (text if text == NONE.name else repr(policy), partial(self.under, policy, fn, args))
             for text, policy in policies
         ]
-        return show(self.target, self.device, rows, self.json, self.png)
+        return show(self.target, self.device, rows, self.json)
 
     def under(self, policy: Policy, fn: Callable[..., Any], args: tuple[Any, ...]) -> GpuReport:
         """The report under one policy; a step without regions and scans is made a region."""

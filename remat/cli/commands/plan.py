@@ -59,11 +59,9 @@ class Plan:
     """Write the plan there, as JSON that remat.plan.Plan.from_json reads."""
     csv: Path | None = None
     """Write the frontier there."""
-    png: Path | None = None
-    """Draw the frontier there."""
 
     def __call__(self) -> int:
-        for option, path in (("--out", self.out), ("--csv", self.csv), ("--png", self.png)):
+        for option, path in (("--out", self.out), ("--csv", self.csv)):
             writable(option, path)
         if self.out and not self.budget:
             raise UsageError(
@@ -77,13 +75,13 @@ class Plan:
         fn, args = load(self.target, self.input, self.dtype or "float32")
         if self.budget:
             self._one(fn, args)
-        if self.csv or self.png or not self.budget:
+        if self.csv or not self.budget:
             self._frontier(fn, args)
         return 0
 
     def _published(self) -> None:
         given = {"--input": self.input, "--budget": self.budget, "--out": self.out, "--csv": self.csv}
-        if wrong := [option for option, value in {**given, "--png": self.png}.items() if value]:
+        if wrong := [option for option, value in given.items() if value]:
             raise UsageError(f"{wrong[0]} is not for {self.target}: write --peak, --seq and --batch.")
         plan_published(
             self.target.removeprefix("hf:"),
@@ -109,5 +107,3 @@ class Plan:
             print(dumps(asdict(frontier), indent=2) if self.json else frontier)
         if self.csv:
             frontier.to_csv(self.csv)
-        if self.png:
-            frontier.plot(self.png)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from json import dumps
-from pathlib import Path
 from typing import Any
 
-from remat.cli.checked import writable
 from remat.cli.errors import UsageError
 from remat.schedules import Multilevel, Online, Revolve, Schedule, Sqrt
 from remat.transforms.scan import Advance, Restore, Reverse, Store
@@ -24,24 +21,18 @@ class Draw:
     """Kept carries, the initial one counted."""
     kind: str = "revolve"
     """revolve, online, sqrt or multilevel (half of the slots on the host)."""
-    png: Path | None = None
-    """Also draw into this file."""
     json: bool = False
     """Print one JSON object instead of the picture."""
 
     def __call__(self) -> int:
         if self.length < 1:
             raise UsageError(f"--length {self.length}: a scan has at least one step. Write --length 32.")
-        writable("--png", self.png)
         schedule = self.schedule()
         if self.json:
             print(dumps(record(schedule, self.length), indent=2))
         else:
             print(schedule.explain(self.length))
             print(picture(schedule, self.length))
-        if self.png:
-            plot(schedule, self.length, self.png)
-            print(f"wrote {self.png}", file=sys.stderr if self.json else sys.stdout)
         return 0
 
     def schedule(self) -> Schedule:
@@ -105,28 +96,3 @@ def picture(schedule: Schedule, n: int, width: int = 100, most: int = 60) -> str
     if len(rows) > most:
         rows = [*rows[:most], f"... {len(rows) - most} more rows"]
     return "\n".join(rows)
-
-
-def plot(schedule: Schedule, n: int, path: Path) -> None:
-    """Step against evaluation, kept carries as lines."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 5))
-    time = n
-    axes.plot([0, n], [0, n], color="tab:blue", label="forward and advance")
-    for action, kept in timeline(schedule, n):
-        took = action.stop - action.start
-        color = "tab:blue" if isinstance(action, Advance) else "tab:red"
-        axes.plot([time, time + took], [action.start, action.stop], color=color)
-        for step in kept:
-            axes.plot([time, time + took], [step, step], color="tab:gray", linewidth=0.5)
-        time += took
-    axes.plot([], [], color="tab:red", label="reverse")
-    axes.plot([], [], color="tab:gray", linewidth=0.5, label="kept carry")
-    axes.set(xlabel="evaluations of the body", ylabel="step", title=f"{schedule} over {n} steps")
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)

@@ -46,7 +46,7 @@ class Sweep(ModelOptions):
     lr: float = 1e-3
     """AdamW's learning rate."""
     out: Path = Path("out")
-    """Folder for sweep.csv and sweep.png."""
+    """Folder for sweep.csv and sweep.svg."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -81,7 +81,7 @@ class Sweep(ModelOptions):
 
         each = [(row.name, partial(compiled, row)) for row in rows(self.policy)]
         title = report.title(report.described(self))
-        return show(title, self.device, each, self.json, self.out / "sweep.png")
+        return show(title, self.device, each, self.json, self.out / "sweep.svg")
 
     def run(self, advance: Callable[[float], None] = lambda share: None) -> list[Result]:
         """Measures every row; `advance` is told the share of the work that was done."""

@@ -40,7 +40,7 @@ class Layout:
             it, or a function of the model and the device mesh that does it in place. The mesh has those of
             the dimensions "ep" and "tp" that are above 1. None means the plan that a Hugging Face model
             brings along.
-        layers: patterns for the names of the blocks that become regions, as `remat.nn.apply` reads them.
+        layers: patterns for the names of the blocks that become regions, as `remat.apply` reads them.
             Where that has made regions already, those are the blocks.
         split: blocks for each stage of the pipeline; None means that the plan chooses.
 
@@ -108,7 +108,7 @@ class Layout:
         if not parts or not all(isinstance(part, str) for part in parts):
             raise RematError(
                 f"Layout(layers={given!r}): write a pattern for qualified names, or several, such as "
-                'layers="layers.*". For classes or modules call remat.nn.apply(model, layers=...) first: '
+                'layers="layers.*". For classes or modules call remat.apply(model, layers=...) first: '
                 "regions that are there already are the blocks."
             )
         if not isinstance(given, (str, tuple, list)):

@@ -73,7 +73,7 @@ class StagePlan:
 class MeshPlan:
     """A plan for every rank of a job: what `remat.fit(..., mesh=Layout(...))` returns.
 
-    `remat.nn.apply(model, plan=...)` carries it out, on every rank. No rank plans by itself.
+    `remat.apply(model, plan=...)` carries it out, on every rank. No rank plans by itself.
 
     Attributes:
         model: name of the model's class.
@@ -102,7 +102,7 @@ class MeshPlan:
     programs: dict[str, tuple[str, ...]] = field(repr=False)
     weights: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]] = field(repr=False)
     seconds: float = field(default=0.0, compare=False, repr=False)
-    no_policy: ClassVar[str] = "write remat.nn.apply(model, plan=plan), which makes regions of all blocks."
+    no_policy: ClassVar[str] = "write remat.apply(model, plan=plan), which makes regions of all blocks."
 
     @property
     def step_seconds(self) -> float:
