@@ -22,8 +22,8 @@ def associative_scan_remat(combine: Callable[[T, T], T], xs: T, *, reverse: bool
     """All prefixes of `xs` under an associative function, in logarithmic depth.
 
     As `jax.lax.associative_scan`: row k of the result is x[0] . x[1] . ... . x[k]. State-space layers and
-    linear recurrences are written in it. The forward combines about sqrt(length) chunks side by side. Between
-    the passes it keeps one value for each chunk, beside `xs`, and the backward works on one chunk at a time.
+    linear recurrences are written in it. Between the passes one value is kept for each chunk of about
+    4 sqrt(length), beside `xs`, and the backward works on one chunk at a time.
     Composes with plain autograd (double backward too), with every `torch.func` transform, and with
     `torch.compile`, where it is one loop.
 
@@ -89,41 +89,46 @@ def _kind(leaf: Any) -> Any:
 
 
 def _chunked(pairs: Callable[..., Leaves], rows: Leaves, n: int) -> Leaves:
-    """The prefixes: the first element, whole chunks as the steps of a scan, and what is left."""
-    if n < 2:
-        return [x.clone() for x in rows]
+    """The prefixes: those of what does not fill a chunk, then chunks as the steps of a scan."""
+    # About 4 sqrt(n) elements, since with fewer the backward is bound by its number of ops; a number that
+    # divides, so that nothing is copied to be joined, and of many halves.
+    near = 1 << ((n - 1).bit_length() // 2 + 2)
+    size = max([d for d in range(near // 2, near + 1) if n % d == 0], key=lambda d: d & -d, default=near)
+    count = n // size if n > 2 * size else 0
 
-    def step(carry: Leaves, chunk: Leaves) -> tuple[Leaves, Leaves]:
-        made = _prefixes(pairs, carry, chunk)
-        return [x[-1] for x in made], made
+    def step(carry: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
+        behind, *chunk = x
+        one, two = ([x[k : k + 1] for x in chunk] for k in (0, 1))
+        # Of the first chunk, which has nothing before it, a pair that is combined anyway.
+        left = [torch.where(behind, c, x) for c, x in zip(carry, one)]  # noqa: B905
+        right = [torch.where(behind, x, y) for x, y in zip(one, two)]  # noqa: B905
+        joined = pairs(left, right)
+        made = _prefixes(pairs, chunk, [torch.where(behind, y, x) for x, y in zip(one, joined)])  # noqa: B905
+        return [x[-1:] for x in made], made
 
-    def from_each(carry: Leaves, chunk: Leaves) -> Leaves:
-        return _prefixes(pairs, carry, chunk)
-
-    def at_once(carry: Leaves, chunks: Leaves) -> tuple[Leaves, Leaves]:
-        totals = torch.vmap(lambda chunk: _total(pairs, chunk))(chunks)
-        after = _prefixes(pairs, carry, totals)
-        carries = [torch.cat([c.unsqueeze(0), x]) for c, x in zip(carry, after, strict=True)]
-        return carries, torch.vmap(from_each)([c[:-1] for c in carries], chunks)
+    def at_once(carry: Leaves, xs: Leaves) -> tuple[Leaves, Leaves]:
+        _, *chunks = xs
+        all = [x.flatten(0, 1) for x in chunks]
+        made = _prefixes(pairs, all, pairs(carry, [x[:1] for x in all]) if head else None)
+        after = [y[size - 1 :: size].unsqueeze(1) for y in made]
+        carries = [torch.cat([c.unsqueeze(0), y]) for c, y in zip(carry, after)]  # noqa: B905
+        return carries, [y.unflatten(0, (count, size)) for y in made]
 
     if not torch.compiler.is_dynamo_compiling():
         step.at_once = at_once  # type: ignore[attr-defined]
-    # A power of two has no odd element in any round.
-    size = 1 << ((n - 1).bit_length() // 2)
-    count = (n - 1) // size if n > 2 * size else 0
-    sizes = [1, count * size, n - 1 - count * size]
-    # One op takes them apart, whose derivative puts them together again.
-    first, middle, rest = zip(*[x.split(sizes) for x in rows])  # noqa: B905
-    last, parts = [x[0] for x in first], [[x] for x in first]
+    head, parts = n - count * size, []
+    if head:
+        # One op takes them apart, whose derivative puts them together again.
+        given, *others = zip(*[x.split([head, n - head] if count else head) for x in rows])  # noqa: B905
+        rows = list(others[0]) if count else []
+        parts = [with_policy(lambda *rows: _prefixes(pairs, [*rows]), save_nothing)(*given)]
     if count:
-        last, made = scan_remat(
-            step, last, [x.unflatten(0, (count, size)) for x in middle], checkpoints="all"
-        )
-        parts = [[*part, y.flatten(0, 1)] for part, y in zip(parts, made)]  # noqa: B905
-    if sizes[2]:
-        _, made = with_policy(step, save_nothing)(last, list(rest))
-        parts = [[*part, y] for part, y in zip(parts, made)]  # noqa: B905
-    return [torch.cat(part) for part in parts]
+        start = [y[-1:] for y in parts[0]] if head else [x.new_zeros((1, *x.shape[1:])) for x in rows]
+        behind = torch.arange(count, device=rows[0].device) >= (0 if head else 1)
+        chunks = [x.unflatten(0, (count, size)) for x in rows]
+        made = scan_remat(step, start, [behind, *chunks], checkpoints="all")[1]
+        parts.append([y.flatten(0, 1) for y in made])
+    return [torch.cat(part) for part in zip(*parts)] if len(parts) > 1 else parts[0]  # noqa: B905
 
 
 def _halves(rows: Leaves) -> tuple[Leaves, Leaves]:
@@ -134,24 +139,24 @@ def _halves(rows: Leaves) -> tuple[Leaves, Leaves]:
     return [left for left, _ in both], [right for _, right in both]
 
 
-def _total(pairs: Callable[..., Leaves], rows: Leaves) -> Leaves:
-    """All rows in one, of which there is a power of two."""
-    while rows[0].shape[0] > 1:
-        rows = pairs(*_halves(rows))
-    return [x[0] for x in rows]
-
-
-def _prefixes(pairs: Callable[..., Leaves], carry: Leaves, rows: Leaves) -> Leaves:
-    """All prefixes behind `carry`, in logarithmic depth: every second one by pairs, the others from those."""
+def _prefixes(pairs: Callable[..., Leaves], rows: Leaves, first: Leaves | None = None) -> Leaves:
+    """All prefixes of rows, of which `first` may take the place of the first one, in logarithmic depth: every
+    second one by pairs, the others from those."""
     n = rows[0].shape[0]
-    first = [c.unsqueeze(0) for c in carry]
     if n == 1:
-        return pairs(first, rows)
+        return first or rows
     left, right = _halves(rows)
-    made = _prefixes(pairs, carry, pairs(left, right))
-    del right
-    even = pairs([torch.cat([c, p[:-1]]) for c, p in zip(first, made)], left)  # noqa: B905
-    both = [torch.stack([e, p], 1).flatten(0, 1) for e, p in zip(even, made)]  # noqa: B905
+    # Split, whose derivative is one op; that of a slice fills zeros first.
+    one, others = zip(*[x.split([1, n // 2 - 1]) for x in left])  # noqa: B905
+    if first is not None:
+        one, left = first, [torch.cat(ends) for ends in zip(first, others)]  # noqa: B905
+    made = _prefixes(pairs, pairs(left, right))
+    del left, right
+    if n > 3:
+        before = [p.split([n // 2 - 1, 1])[0] for p in made]
+        one = [torch.cat(ends) for ends in zip(one, pairs(before, others))]  # noqa: B905
+        del before
+    both = [torch.stack([e, p], 1).flatten(0, 1) for e, p in zip(one, made)]  # noqa: B905
     if n % 2 == 0:
         return both
     last = pairs([p[-1:] for p in made], [x[-1:] for x in rows])

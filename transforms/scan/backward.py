@@ -179,8 +179,8 @@ class _Backward:
             self.hand = State(rest, self._ends(tapes[-1])(), None)
             self._reverse_steps(rest, stop)
         self.hand = State(start, [], None)
-        if self.scan.spec.on_step is not None:
-            most = size
+        if self.scan.spec.on_step is not None or size == 1:
+            most = size  # large ones: what several of them give would lie beside where it is put
         supply = self._supply(first, tapes)
         for low in range(start + (rest - start - 1) // most * most, start - 1, -most):
             self._pull_blocks(blocks, supply, low, min(low + most, rest))
@@ -234,14 +234,13 @@ class _Backward:
 
     def _put_blocks(self, i: int, parts: list[torch.Tensor | None], steps: range) -> None:
         """Gradients of the rows of an x, block by block as they lie; None where none comes to a block."""
-        found = [part for part in parts if part is not None]
-        if len(found) == len(parts) and len(steps) == self.scan.length:
-            self.x_grads[i] = torch.cat(found, out=self.xs[i].new_empty(self.xs[i].shape))
-        elif found:
-            whole = self.scan.block([self._x_grad(i)], steps.start, len(steps))[0]
-            for part, rows in zip(parts, whole.chunk(len(parts)), strict=True):
-                if part is not None:
-                    rows.copy_(part)
+        if all([part is None for part in parts]) and self.x_grads[i] is None:
+            return
+        if self.x_grads[i] is None and steps.stop == self.scan.length:
+            self.x_grads[i] = self.xs[i].new_empty(self.xs[i].shape)  # every row of which is put
+        whole = self.scan.block([self._x_grad(i)], steps.start, len(steps))[0]
+        for part, rows in zip(parts, whole.chunk(len(parts)), strict=True):
+            rows.zero_() if part is None else rows.copy_(part)
 
     def _x_grad(self, i: int) -> torch.Tensor:
         found = self.x_grads[i]

@@ -393,7 +393,8 @@ def _blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     n, size, record = scan.length, scan.blocks.size, scan.record
     blocks, dense_xs, carry = scan.blocks.at(consts), dense(xs), dense(carry)
     place = scan.spec.schedule.place(n)
-    most = size if scan.spec.on_step is not None else MOST * size
+    # Of large ones what several give would lie beside where it is put.
+    most = size if scan.spec.on_step is not None or size == 1 else MOST * size
     stacks: list[torch.Tensor] = []
 
     def slot_at(k: int) -> int | None:

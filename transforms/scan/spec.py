@@ -319,8 +319,8 @@ def own(tensor: torch.Tensor, taken: Container[int]) -> torch.Tensor:
 
 
 def compact(carry: Leaves) -> Leaves:
-    """Copies of views that would keep more than themselves alive."""
-    return [t.clone() if is_tensor(t) and t._is_view() and _is_part(t) else t for t in carry]
+    """Copies of what would keep more than itself alive."""
+    return [t.clone() if is_tensor(t) and _is_part(t) else t for t in carry]
 
 
 def index_states(scan: Scan, flat: Tensors) -> None:

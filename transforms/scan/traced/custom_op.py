@@ -40,7 +40,7 @@ from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.body import unwritten
 from remat.transforms.scan.compiled import UnrolledStep, dense
 from remat.transforms.scan.function import run_forward
-from remat.transforms.scan.spec import Record, Scan, State, Tensors
+from remat.transforms.scan.spec import Record, Scan, State, Tensors, compact
 from remat.transforms.state import Ambient, RandomState
 
 _library = torch.library.Library("remat", "FRAGMENT")
@@ -208,7 +208,7 @@ class _Tapes(dict[int, Any]):
     def __setitem__(self, step: int, tape: list[torch.Tensor]) -> None:
         row = self.rows[step // self.size]
         if not row:
-            row += tape
+            row += compact(tape)  # a carry may lie in a block's ys
             return
         for place, tensor in zip(row, tape, strict=True):
             _put(place, tensor)
