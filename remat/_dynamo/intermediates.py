@@ -44,7 +44,7 @@ from remat.transforms.compat import (
     is_tracing,
 )
 from remat.transforms.compiled import CAPTURED, VARIABLE
-from remat.transforms.entry import Graph, levels_left
+from remat.transforms.entry import Graph
 from remat.transforms.intermediates import Perturbations
 from remat.transforms.intermediates import opened as taps_opened
 
@@ -252,10 +252,9 @@ def _differentiate(wanted: tuple[str, ...], graph: torch.fx.GraphModule, *operan
             value, *found = body(*operands, *leaves[1:])
         return value, session, found
 
-    with levels_left():
-        value, grads, session, named, found = differentiated(
-            run, [operands[i] for i in at], at_a_level=is_tracing()
-        )
+    value, grads, session, named, found = differentiated(
+        run, [operands[i] for i in at], at_a_level=is_tracing()
+    )
     tensors, _ = split(flatten([tree for _, tree in named])[0])
     return (value, *found, *grads, *tensors)
 

@@ -84,6 +84,19 @@ def test_derivatives(name, way):
     torch.testing.assert_close(compiled(derived)(x), expected)
 
 
+@pytest.mark.parametrize("way", ["jvp of grad", "hessian"])
+@pytest.mark.parametrize("name", ["still", "still in region"])
+def test_what_torch_does_not_derive_twice_leaves_no_levels(name, way):
+    """The error comes from a backward of the graph; torch.func works afterwards."""
+    x = rand(2, 4)
+    with pytest.raises(BackendCompilerFailed, match="layer_norm"):
+        compiled(WAYS[way](PROGRAMS[name]))(x)
+    same(jvp(grad(lambda x: x.sin().sum()), (x,), (x,))[1], -x.sin() * x)
+    loss = remat(block)(x.requires_grad_()).sum()
+    loss.backward()
+    x.grad = None
+
+
 @pytest.mark.slow
 def test_a_carry_without_a_tangent():
     x = rand(2, 4)

@@ -35,6 +35,7 @@ from remat.transforms.compat.aot import (
     backend,  # the compiler that torch.compile knows as `name`
     compiled_bare,  # `graph` compiled by a backend, without what keeps Dynamo from looking inside
     compiler,  # what compiles the graph that is being traced
+    drop_guards,  # let go of what an error keeps that changes, when it goes, what is dispatched to
     dual_level_known,  # tell Python of a forward-mode level that a graph has opened
     dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
     example_bytes,  # the bytes of a tensor, of the example where sizes are symbolic

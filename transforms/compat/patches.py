@@ -26,6 +26,9 @@ AT_IMPORT = {
         "torch counts levels for the process and does not say whose one is"
     ),
     "torch.autograd.forward_ad.exit_dual_level": "as above",
+    "torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth": (
+        "after a graph that fails, forward mode is left as its levels are"
+    ),
     "torch._higher_order_ops.utils.setup_compilation_env": (
         "torch.cond compiles itself where a region must see its branches"
     ),

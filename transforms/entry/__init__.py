@@ -3,7 +3,6 @@
 from remat.transforms.entry.compiled import (
     Given,  # what a region was called with, in numbers
     Graph,  # a function that Dynamo traced, as a function of flat operands
-    levels_left,  # leave, should it fail, the functorch levels that the graph around has entered
     outermost_traced,  # whether no other region is being run around here
     run_graph,  # call a region whose function is `graph`
 )

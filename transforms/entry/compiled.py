@@ -25,6 +25,7 @@ import torch
 from remat.transforms.compat import (
     SUBGRAPH_CALL,
     depth,
+    drop_guards,
     in_transform,
     is_tracing,
     level_argument,
@@ -78,32 +79,13 @@ def _run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, 
     # Of its first fake tensor alone torch knows the number.
     operands = tuple([_number(t) if i in graph.numbers else t for i, t in enumerate(operands)])
     try:
-        with levels_left():
-            if "torch._inductor.compile_fx" in sys.modules:
-                teach_inductor()  # how to compile our ops, as Inductor may be what will compile them
-            if not torch.is_grad_enabled() and not in_transform():
-                return region.function(*operands)
-            return _TracedCall(region, graph, operands)()
+        if "torch._inductor.compile_fx" in sys.modules:
+            teach_inductor()  # how to compile our ops, as Inductor may be what will compile them
+        if not torch.is_grad_enabled() and not in_transform():
+            return region.function(*operands)
+        return _TracedCall(region, graph, operands)()
     finally:
         _local.depth -= 1
-
-
-@contextlib.contextmanager
-def levels_left() -> Iterator[None]:
-    """Leave, should it fail, the functorch levels that the graph around has entered: nobody else would.
-
-    Where several are in each other, the outermost does.
-    """
-    outermost = not getattr(_local, "guarded", False)
-    _local.guarded = True
-    try:
-        yield
-    except BaseException:
-        if outermost:
-            unwind_levels()
-        raise
-    finally:
-        _local.guarded = not outermost
 
 
 @dataclass(frozen=True)
@@ -201,7 +183,8 @@ class Graph:
         before = depth()
         try:
             return _Interpreter(self.module, self.depth).run(*given)
-        except BaseException:
+        except BaseException as error:
+            drop_guards(error)
             unwind_levels(to=before)
             raise
 

@@ -32,7 +32,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.compat import compiler as aot_compiler
 from remat.transforms.context import active, scoped
-from remat.transforms.entry import Graph, levels_left, run_transparently
+from remat.transforms.entry import Graph, run_transparently
 from remat.transforms.errors import RematError, user_line
 from remat.transforms.ops import draws as ops_draws
 from remat.transforms.ops import traits
@@ -102,9 +102,7 @@ def run(spec: ScanSpec, body: TracedBody, operands: tuple[Any, ...], selector: A
     returns the tensors of the carry and of xs, the next carry, and ys of which only the first row counts.
     `selector` makes what selects the values that are kept inside steps.
     """
-    # (A look at a scan in a step has an eager scan around it, or one that is traced.)
-    with levels_left() if is_tracing() else contextlib.nullcontext():
-        end, ys = _run(spec, body, operands, selector)
+    end, ys = _run(spec, body, operands, selector)
     return (*(operands[i] for i in body.places), *end, *ys)
 
 
