@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,50 @@ def test_an_argument_that_nothing_reads_holds_nothing(calls: int) -> None:
     positions = torch.arange(64)
     region = remat(lambda positions, *args: network(*args), policy=save_matmuls)
     assert peak(lambda *args: region(positions, *args), calls) <= peak(network, calls)
+
+
+class Asked:
+    def __init__(self, w: Tensor) -> None:
+        self.w = w
+
+
+def itself(h: Tensor, big: Tensor) -> Callable[[Tensor], Tensor]:
+    def again(x: Tensor, n: int = 2) -> Tensor:
+        return (again(x, n - 1) if n else x.cumsum(0)).sin() + 0 * big.detach().sum()
+
+    return again
+
+
+# A local function that captures `h`, or is given it, and of which no op that runs again reads it.
+DEAD: dict[str, Callable[[Tensor], Callable[[Tensor], Tensor]]] = {
+    "cell": lambda h: lambda x: (x.cumsum(0).sin(), h.sin())[0],
+    "partial": lambda h: functools.partial(lambda x, h: x.cumsum(0).sin(), h=h),
+    "container": lambda h: (lambda them: lambda x: (x.cumsum(0).sin(), them[0].sin())[0])([h]),
+    "object": lambda h: (lambda one: lambda x: (x.cumsum(0).sin(), one.w.sin())[0])(Asked(h)),
+    "function": lambda h: (lambda inner: lambda x: inner(x))(lambda x: (x.cumsum(0).sin(), h.sin())[0]),
+    "itself": lambda h: itself(h, h),
+    "default": lambda h: lambda x, h=h: (x.cumsum(0).sin(), h.sin())[0],
+}
+
+
+@pytest.mark.parametrize("func", [False, True], ids=["backward", "func"])
+@pytest.mark.parametrize("name", DEAD)
+def test_what_a_local_function_captures_and_nothing_runs_again_is_let_go_of(name: str, func: bool) -> None:
+    x = rand(64, 64).requires_grad_(not func)
+
+    def kept(wrap: Callable[..., Any]) -> tuple[int, Tensor]:
+        def call(x: Tensor) -> Tensor:
+            return wrap(DEAD[name](x.sin().cos()))(x).sum()
+
+        with LiveBytes() as live:
+            out, pull = torch.func.vjp(call, x) if func else (call(x), None)
+            held = live.bytes
+        return held, pull(torch.ones_like(out))[0] if pull else torch.autograd.grad(out, x)[0]
+
+    for _ in range(2):  # traced, and followed
+        (ours, grad), (plain, expected) = kept(remat), kept(lambda fn: fn)
+        assert ours < plain
+        torch.testing.assert_close(grad, expected)
 
 
 def test_values_that_cannot_be_had_again_are_an_error() -> None:

@@ -35,7 +35,6 @@ from remat.transforms.compat.aot import (
     backend,  # the compiler that torch.compile knows as `name`
     compiled_bare,  # `graph` compiled by a backend, without what keeps Dynamo from looking inside
     compiler,  # what compiles the graph that is being traced
-    drop_guards,  # let go of what an error keeps that changes, when it goes, what is dispatched to
     dual_level_known,  # tell Python of a forward-mode level that a graph has opened
     dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
     example_bytes,  # the bytes of a tensor, of the example where sizes are symbolic
@@ -46,7 +45,6 @@ from remat.transforms.compat.aot import (
     stands_on,  # where tensors stand while graphs are traced for a compiler
     teach_inductor,  # tell Inductor how to lower the library's own ops
     traced_functionally,  # a graph of the aten ops of a function
-    unwind_levels,  # leave the functorch levels of this thread above one
 )
 from remat.transforms.compat.autograd import (
     GRAD,  # the kind of a level of grad
@@ -66,6 +64,7 @@ from remat.transforms.compat.autograd import (
     below_autograd,  # within, ops make no nodes, whatever grad mode says
     below_levels,  # leave all functorch levels for a while
     depth,  # how many functorch levels are active, the number of the innermost one
+    drop_guards,  # let go of what an error keeps that changes, when it goes, what is dispatched to
     dual_level_open,  # whether a forward-mode level is open
     enable_single_level_autograd_function,  # lets those functions run
     engine_grad,  # `torch.autograd.grad` without its checks
@@ -113,6 +112,7 @@ from remat.transforms.compat.autograd import (
     set_version,  # let a tensor's version be another one
     tangent_of,  # what the innermost level pushes forward of a tensor of its own
     top_hooks,  # the innermost saved-tensor hooks of this thread
+    unwind_levels,  # leave the functorch levels of this thread above one
     unwrap_batched,  # a vmap's tensor and its batch dimension
     unwrap_for_grad,  # take a level of grad off a tensor
     unwrap_if_dead,  # take dead wrappers off

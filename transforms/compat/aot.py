@@ -9,26 +9,17 @@ import contextlib
 import functools
 import math
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 
 from remat.transforms.compat.autograd import (
-    FUNCTIONALIZE,
-    GRAD,
     JVP,
-    VMAP,
-    allow_hooks,
-    depth,
     dual_level_open,
-    level_stack,
     levels,
     note_dual_level,
 )
-from remat.transforms.compat.patches import exchange
 
 # Functions of Dynamo's graphs that take the number of a functorch level, and at which position.
 _LEVEL_ARGUMENTS = {
@@ -78,57 +69,6 @@ def dual_level_known() -> Iterator[None]:
         eager_transforms.JVP_NESTING -= nesting
         if level:
             forward_ad._current_level = -1
-
-
-def unwind_levels(to: int = 0) -> None:
-    """Leave the functorch levels of this thread above `to`: a graph that fails halfway leaves those that it
-    entered behind, and who has entered one below them would leave one of these instead.
-
-    With the last goes their refusal of saved-tensor hooks. None of all is older than Dynamo's graph:
-    torch.compile does not compile inside torch.func.
-    """
-    kinds = [level.key() for level in level_stack() or ()]
-    if len(kinds) <= to:
-        return
-    # All forward-mode derivatives live on one level below functorch's, which a graph's first jvp opens.
-    if JVP in kinds[to:] and JVP not in kinds[:to] and torch.autograd.forward_ad._current_level < 0:
-        torch._C._exit_dual_level(level=0)
-    for kind in reversed(kinds[to:]):
-        _LEAVE[kind]()
-    if not to:
-        allow_hooks()
-
-
-_LEAVE: dict[Any, Callable[[], int]] = {
-    GRAD: _functorch_c._grad_decrement_nesting,
-    VMAP: _functorch_c._vmap_decrement_nesting,
-    JVP: _functorch_c._jvp_decrement_nesting,
-    FUNCTIONALIZE: _functorch_c._func_decrement_nesting,
-}
-
-
-def _leave_levels(to: int) -> None:
-    """What Dynamo calls after each call of compiled code: a graph that fails leaves its levels behind.
-
-    Torch's own leaves forward mode on below them, so that it does not work in that process any more. On 2.11
-    it pops each of several levels twice.
-    """
-    if depth() > to:
-        unwind_levels(to)
-
-
-exchange(_functorch_c, "pop_dynamic_layer_stack_and_undo_to_depth", _leave_levels)
-
-
-def drop_guards(error: BaseException) -> None:
-    """Let go of the guards in frames that an error keeps: when they go, they put back what was dispatched to
-    where they were made. (Torch's text for a tensor has one. 2.13)"""
-    met: BaseException | None = error
-    while met is not None:
-        for frame, _ in traceback.walk_tb(met.__traceback__):
-            if frame.f_code is torch._tensor_str._str.__code__:
-                frame.clear()
-        met = met.__context__
 
 
 def example_of(size: Any) -> int:

@@ -210,7 +210,8 @@ class Frame(Packer):
             raise
         self.recorder = self.late = None
         if self.rerun is None:
-            inputs.random = None
+            inputs.random, inputs.leaves = None, []
+            self.region = inputs.region = region.released
         if recorder.selector:
             recorder.selector.finished(self.tape)
         return out

@@ -201,7 +201,7 @@ class LevelFrame(Frame):
                 raise Unserved from None
             raise
         else:
-            self.watcher = None
+            self.watcher = self.inputs.undo = None
             return out
         finally:
             self.ends, self.saved = [], None

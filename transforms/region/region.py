@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -138,9 +139,52 @@ class Region:
         if self.kind is not None and not (cache.differentiates or cache.apart):
             of_kinds[self.kind, signature] = trace
 
+    @functools.cached_property
+    def released(self) -> Region:
+        """The same for a call that does not run the function again: what a local one captures besides
+        modules may be held by nothing else."""
+        if type(self.function) not in (types.FunctionType, functools.partial):
+            return self
+        function = _released(self.function)
+        return self if function is self.function else replace(self, function=function)
+
     def was_run(self, signature: Hashable) -> bool:
         """Whether a call with this signature was run under this policy, and may be held against its trace."""
         return signature in self.traces or (self.key, signature) in self.cache.lasting
+
+
+_SMALL = frozenset((int, float, str, bool, type(None), type, types.BuiltinFunctionType, types.ModuleType))
+
+
+def _released(value: Any, around: tuple[Any, ...] = ()) -> Any:
+    """A local function with the names that it has, and of what it captures modules and functions alone.
+    `around`: those that capture it; one that captures itself is not followed."""
+    kind, around = type(value), (*around, value)
+    if kind is functools.partial:
+        given = {name: _released(arg, around) for name, arg in value.keywords.items()}
+        args = [_released(arg, around) for arg in value.args]
+        return functools.partial(_released(value.func, around), *args, **given)
+    if kind is not types.FunctionType:
+        owner = value.__self__ if kind is types.MethodType else value
+        return value if kind in _SMALL or is_module(owner) else None
+    closure = value.__closure__ or ()
+    cells = tuple([_released_cell(cell, around) for cell in closure])
+    given = value.__defaults__ or ()
+    defaults = tuple([_released(default, around) for default in given])
+    if all(map(operator.is_, (*cells, *defaults), (*closure, *given))):
+        return value
+    made = types.FunctionType(value.__code__, {}, value.__name__, defaults, cells)
+    made.__kwdefaults__ = dict.fromkeys(value.__kwdefaults__ or ()) or None
+    return made
+
+
+def _released_cell(cell: types.CellType, around: tuple[Any, ...]) -> types.CellType:
+    try:
+        value = cell.cell_contents
+    except ValueError:
+        return cell  # not filled yet
+    kept = None if any([value is one for one in around]) else _released(value, around)
+    return cell if kept is value else types.CellType(kept)
 
 
 def checksum(out: Any) -> Any:
