@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tests.bank.library import R
+from tests.bank.library import LOOP, SCAN, TILED, R
 from tests.bank.program import program
 
 
@@ -347,4 +347,25 @@ def queue_pushed_in_a_region_inside(m, x, y):
 def result_kept_from_the_last_step(m, x, y):
     out = torch.func.grad(lambda t: R(lambda t: (t @ m.w).tanh())(t).sum())(x) * x
     m.last = (x * 2).exp().detach()[0] * out[0]
+    return out * y
+
+
+@program("", "state stores")
+def result_stored_beside_scan(m, x, y):
+    out = SCAN(lambda h: (h @ m.w).tanh(), x, 2, "all")
+    m.last = (x * 2).exp()[0] * out[0]
+    return out * y
+
+
+@program("", "state stores")
+def result_stored_beside_loop(m, x, y):
+    out = LOOP(lambda h: (h @ m.w).tanh(), x, 2)
+    m.last = (x * 2).exp()[0] * out[0]
+    return out * y
+
+
+@program("", "state stores")
+def result_stored_beside_tiles(m, x, y):
+    out = TILED(lambda a: (a @ m.w).tanh(), x)
+    m.last = (x * 2).exp()[0] * out[0]
     return out * y

@@ -9,7 +9,9 @@ import torch
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
 from remat import RematError, is_recomputing, remat, save_matmuls, scan_remat
+from tests.bank import BANK, subject
 from tests.helpers import crossed, rand, same, sparse
+from tests.ways import check
 
 Pair = collections.namedtuple("Pair", "a b")
 LOG: list[torch.Tensor] = []
@@ -240,3 +242,47 @@ def test_a_step_of_a_scan_that_reads_what_the_last_one_stored_is_refused_in_forw
 
     with pytest.raises(RematError, match="gave other numbers"):
         jvp(scanned(step), (rand(3),), (rand(3),))
+
+
+@pytest.mark.parametrize("where", ["scan", "loop", "tiles"])
+def test_a_result_of_an_earlier_step_that_no_step_of_a_scan_reads(where: str) -> None:
+    """Its graph is freed before the scan's backward comes: no backward is led there."""
+    program = BANK[f"result_stored_beside_{where}"]
+    assert check(subject(program, "nothing"), [{"how": "reversed"}] * 2, torch.float64).kind == "same"
+
+
+class ReadsItsLast(torch.nn.Module):
+    """Stores a result that steps of a scan read after the first, some of them or through what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(rand(3, 3, seed=1))
+
+    last: torch.Tensor
+
+    def late(self, h: torch.Tensor, k: int) -> torch.Tensor:
+        return (h @ self.w).tanh() * (self.last if k == 2 else 1.0)
+
+    def viewed(self, h: torch.Tensor, k: int) -> torch.Tensor:
+        return (h @ self.w).tanh() + self.last.t().t()[0]
+
+    def returned(self, h: torch.Tensor, k: int) -> torch.Tensor:
+        return self.last
+
+    def in_a_region(self, h: torch.Tensor, k: int) -> torch.Tensor:
+        return remat(lambda h: (h @ self.w).tanh() * self.last)(h)
+
+
+@pytest.mark.parametrize("name", ["late", "viewed", "returned", "in_a_region"])
+def test_a_result_that_a_step_reads_keeps_its_gradient(name: str) -> None:
+    def run(scans: bool) -> list[torch.Tensor]:
+        model, x = ReadsItsLast(), rand(2, 3).requires_grad_()
+        model.last, model.unread = (x * 2).sin(), x.exp()
+        step = getattr(model, name)
+        if scans:
+            out = scan_remat(lambda c, _: ((step(*c), c[1] + 1), None), (x * 1, 0), length=3)[0][0]
+        else:
+            out = step(step(step(x * 1, 0), 1), 2)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, model.w], allow_unused=True)]
+
+    same([t for t in run(True) if t is not None], [t for t in run(False) if t is not None])

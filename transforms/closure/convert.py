@@ -375,11 +375,16 @@ def _carrier(strays: dict[int, torch.Tensor]) -> torch.Tensor | None:
 
 
 class StrayWatch(DispatchMode):
-    """Notes the tensors that ops meet and did not make; `known` are operands."""
+    """Notes the tensors that ops meet and did not make; `known` are operands.
+
+    Attributes:
+        met: those of them, and the results, that ops met, by their ids.
+    """
 
     def __init__(self, known: Iterable[Any]) -> None:
         super().__init__()
         self.outside: list[torch.Tensor] = []
+        self.met: set[int] = set()
         self._known: dict[int, weakref.ref[torch.Tensor]] = {}
         for tensor in known:
             if isinstance(tensor, torch.Tensor):
@@ -387,9 +392,11 @@ class StrayWatch(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and not self.knows(value):
-                self._add(value)
-                self.outside.append(value)
+            if isinstance(value, torch.Tensor):
+                self.met.add(id(value))
+                if not self.knows(value):
+                    self._add(value)
+                    self.outside.append(value)
         with functions_as_they_are():  # regions around would take it for a call of the function's
             out = func(*args, **(kwargs or {}))
         made = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]

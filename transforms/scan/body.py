@@ -42,6 +42,7 @@ class Body:
     Attributes:
         ys: the structure of y, known after the first step.
         at_once: how the function computes all its steps without one waiting for another, if it can.
+        unread: which captured tensors no step of a forward has read, of those that it is asked about.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Body:
         self.carry_is_leaf, self.x_is_leaf = spec.carry.spec.is_leaf(), spec.xs.spec.is_leaf()
         self.ys: Structure | None = None
         self.watched = False
+        self.unread: set[int] = set()
         self.at_once: Callable[..., Any] | None = getattr(function, "at_once", None)
 
     def __call__(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
@@ -73,7 +75,7 @@ class Body:
             fresh = [new for old, new in zip(self.captured, consts, strict=True) if new is not old]
             made_inside([t for t in (*fresh, *carry, *x) if is_tensor(t)])
         row = self._row(x)
-        if self.trusted and (not consts or all(map(operator.is_, consts, self.captured))):
+        if self.trusted and not self.unread and (not consts or all(map(operator.is_, consts, self.captured))):
             if self.carry_is_leaf and self.ys is not None and len(self.ys.kinds) == 1:
                 return self._lean(carry, row)
             versions, out = self._evaluated(carry, row)
@@ -81,7 +83,7 @@ class Body:
             return self._checked(out, carry, versions)
         conversion = self.swapped(consts, [*carry, *x])
         # In the first step, and in the first that is differentiated: what is read past the substitution?
-        fresh = not self.trusted or (torch.is_grad_enabled() and not self.watched)
+        fresh = not self.trusted or self.unread or (torch.is_grad_enabled() and not self.watched)
         self.watched = self.watched or torch.is_grad_enabled()
         with StrayWatch([*consts, *carry, *x]) if fresh else _AS_IT_IS as watch, conversion:
             versions, out = self._evaluated(carry, row)
@@ -91,7 +93,11 @@ class Body:
         self.trusted = True
         leaves, ys = self._checked(out, carry, versions)
         # What the body captured and returns untouched was in no torch call.
-        return [*map(conversion.result, leaves)], [*map(conversion.result, ys)]
+        leaves, ys = [*map(conversion.result, leaves)], [*map(conversion.result, ys)]
+        if self.unread and watch is not None:
+            read = watch.met.union(map(id, (*leaves, *ys)))
+            self.unread = {i for i in self.unread if id(consts[i]) not in read}
+        return leaves, ys
 
     def whole(self, consts: Tensors, carry: Leaves, xs: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         """The carries before each step and after the last, as rows, and the stacked ys."""
@@ -128,7 +134,7 @@ class Body:
 
     def swapped(self, consts: Tensors, operands: Leaves) -> Any:
         """The context in which a function of the user's reads `consts` for what it captured."""
-        if self.trusted and all(map(operator.is_, consts, self.captured)):
+        if self.trusted and not self.unread and all(map(operator.is_, consts, self.captured)):
             return _AS_IT_IS
         table = {id(old): new for old, new in zip(self.captured, consts, strict=True)}
         tensors = [leaf for leaf in operands if is_tensor(leaf)]

@@ -34,7 +34,7 @@ from remat.transforms.context import active, untracked
 from remat.transforms.offload import lane
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.scan.backward import Captured, pull_back, saved_by
-from remat.transforms.scan.body import version, wrote
+from remat.transforms.scan.body import Body, version, wrote
 from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
 from remat.transforms.scan.rules import (
     batch,
@@ -81,7 +81,7 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     record = Record(None if opaque is None else opaque.ambient)
     scan = replace(scan, plain=plain, levels=levels, record=record)
     scan.record.compared = torch.is_grad_enabled() and any(map(_torch_differentiable, flat))
-    out = _Scan.apply(scan, *flat)
+    out = _Scan.apply(scan, *_but_unread(scan, flat))
     if active.listeners and scan.record.compared:
         report_kept(scan, flat, out)
     carry = list(scan.record.final)
@@ -89,6 +89,26 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         carry[i] = tensor
     count = len(scan.tensors)
     return carry, list(out[count : len(out) - scan.extra])
+
+
+def _but_unread(scan: Scan, flat: Tensors) -> Tensors:
+    """The operands, those apart from their graphs that no step reads.
+
+    They were found, and may be of another step (`self.last`): a backward would be led into its graph, which
+    may be freed. So the forward runs before its node is made.
+    """
+    body = scan.step
+    if not isinstance(body, Body) or body.at_once or scan.levels or not torch.is_grad_enabled():
+        return flat
+    if not outside_inference() or any([t.is_inference() for t in flat]):
+        return flat
+    body.unread = {i for i, t in enumerate(body.captured) if t.requires_grad and not t.is_leaf}
+    if not body.unread:
+        return flat
+    with torch.no_grad(), forward_grad_enabled(False):
+        scan.record.made = _Scan.forward(scan, *flat)
+    unread, body.unread = body.unread, set()
+    return [untracked(t.detach) if i in unread else t for i, t in enumerate(flat)]
 
 
 def _torch_differentiable(tensor: torch.Tensor) -> bool:
@@ -117,6 +137,9 @@ class _Scan(_Recorded):
 
     @staticmethod
     def forward(scan: Scan, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if (made := scan.record.made) is not None:
+            scan.record.made = None
+            return made
         if scan.opaque is not None:
             scan.record.final = [None] * len(scan.carry)
             return tuple(scan.opaque.forward(scan, flat))

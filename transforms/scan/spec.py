@@ -125,6 +125,7 @@ class Record:
     length: int = 0
     tapes: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of compiled blocks, by first step
     final: Leaves = field(default_factory=list)
+    made: tuple[torch.Tensor, ...] | None = None  # the results, where the forward ran before its node
     compared: bool = False  # whether a backward may come, which is to find the numbers of the forward again
     seen: dict[int, list[Print]] = field(default_factory=dict)  # by the number of steps done
 
