@@ -84,8 +84,14 @@ def test_derivatives(name, way):
     torch.testing.assert_close(compiled(derived)(x), expected)
 
 
-@pytest.mark.parametrize("way", ["jvp of grad", "hessian"])
-@pytest.mark.parametrize("name", ["still", "still in region"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("still", "jvp of grad"),
+        pytest.param("still", "hessian", marks=pytest.mark.slow),
+        pytest.param("still in region", "jvp of grad", marks=pytest.mark.slow),
+    ],
+)
 def test_what_torch_does_not_derive_twice_leaves_no_levels(name, way):
     """The error comes from a backward of the graph; torch.func works afterwards."""
     x = rand(2, 4)
