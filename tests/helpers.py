@@ -21,7 +21,6 @@ from remat.plan.calls import cache as plan_cache
 from remat.plan.calls import trusted
 from remat.transforms.offload import prefetch
 from remat.transforms.region import cache, forget_all
-from tests.composition.table import CASES as CASES
 from tests.composition.table import POLICIES as POLICIES
 from tests.composition.table import rand as rand
 

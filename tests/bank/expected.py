@@ -55,9 +55,37 @@ OTHERWISE = (
     Expected(
         LEVELS,
         "hessian_inside",
-        "same failed",
-        "has_fw_view|",
+        "same failed invalid",
+        "has_fw_view|Nested forward|",
         "a tangent that a region keeps is a view of one: an assertion of torch's own, loud",
+    ),
+    Expected(
+        "plain_over_vmap",
+        "raw",
+        "same invalid refused failed",
+        "",
+        "a region under vmap runs again, and what fills memory past torch fills it anew: wrong, and not told",
+    ),
+    Expected(
+        "plain_over_vmap grad_vmap vmap_vmap_grad",
+        "write_that_one_level_differentiates complex_write_that_one_level_differentiates",
+        "same refused invalid",
+        "does not repeat|inplace|",
+        "autograd copies what it reads of an operand, in the run for one level and not for the other",
+    ),
+    Expected(
+        "in_scan",
+        "embedding_renormalized_beside_a_transform",
+        "refused",
+        "wrote into a captured tensor",
+        "a step may not write to what it captures",
+    ),
+    Expected(
+        "vmap_vmap_grad",
+        "weight_that_no_walk_finds",
+        "same standing",
+        "",
+        "a wrapper of a level that is gone, of which torch asserts",
     ),
     Expected(
         "in_checkpoint in_scan",
@@ -90,7 +118,7 @@ OTHERWISE = (
     Expected(
         "forward_ad",
         "loop_of_regions captured_result_that_no_tangent_reaches constants_written_viewed_and_drawn "
-        "forward_jacobian_inside",
+        "forward_jacobian_inside hessian_inside batch_norm_before_a_forward_derivative",
         "invalid",
         "inplace|Nested forward",
         "torch's formula for softmax's tangent, and forward mode in forward mode",

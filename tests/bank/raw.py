@@ -93,7 +93,7 @@ def number_of_numpy_scales(m, x, y):
 
 @program("", "raw memory buffers")
 def buffer_written_by_numpy(m, x, y):
-    h = (x @ x.t()).sum(1, keepdim=True).sin() * m.mean
+    h = (x @ x.t()).sum(1, keepdim=True).sin() * m.mean.clone()
     m.mean.numpy()[1:] *= 0.5
     return (h * m.mean.clone()).sin().exp() * y
 
@@ -115,7 +115,7 @@ def buffer_written_by_dlpack(m, x, y):
 @program("", "raw memory buffers")
 def buffer_written_by_python(m, x, y):
     m.mean.apply_(lambda a: a * 0.5 + 1)
-    return x * m.mean * m.mean
+    return x * m.mean.clone() * m.mean.clone()
 
 
 @program("", "raw memory")
@@ -164,4 +164,4 @@ def buffer_and_its_memory_set_to_another(m, x, y):
     k: Any = torch.empty(0, dtype=m.mean.dtype)
     k.set_(m.mean)
     k.add_(1)
-    return x * m.mean * k
+    return x * m.mean.clone() * k.clone()

@@ -19,7 +19,7 @@ from tests.ways import AROUND, AROUND_FORWARD, Verdict, fetched
 OUT = Path("out/fuzz")
 # In tests of so many programs. (`make fuzz` takes any number.)
 TOGETHER = 20
-RANGES = [(m, at, at + TOGETHER) for m, n in (("eager", 200), ("func", 80)) for at in range(0, n, TOGETHER)]
+RANGES = [(m, at, at + TOGETHER) for m, n in (("eager", 100), ("func", 40)) for at in range(0, n, TOGETHER)]
 
 
 def passes(mode: str, seeds: range, plans: bool = True) -> Counter[str]:

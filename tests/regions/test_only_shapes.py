@@ -186,35 +186,14 @@ def test_a_function_of_the_users_that_saves_what_a_pooling_reads():
         torch.testing.assert_close(first(remat(fn), x), first(fn, x))
 
 
+# Some ops of torch's database that have such a node; `python -m tests.regions.only_shapes` goes through all.
+SAMPLED = """nn.functional.avg_pool1d nn.functional.adaptive_avg_pool3d nn.functional.adaptive_max_pool2d
+    nn.functional.fractional_max_pool2d nn.functional.max_pool3d nn.functional.pad.reflect fft.rfft2 gather
+    put index_add cummax""".split()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "nn.functional.avg_pool1d",
-        "nn.functional.avg_pool2d",
-        "nn.functional.avg_pool3d",
-        "nn.functional.adaptive_avg_pool2d",
-        "nn.functional.adaptive_avg_pool3d",
-        "nn.functional.adaptive_max_pool2d",
-        "nn.functional.adaptive_max_pool3d",
-        "nn.functional.fractional_max_pool2d",
-        "nn.functional.fractional_max_pool3d",
-        "nn.functional.max_pool2d",
-        "nn.functional.max_pool3d",
-        "nn.functional.pad.reflect",
-        "nn.functional.pad.replicate",
-        "fft.rfft2",
-        "gather",
-        "take_along_dim",
-        "take",
-        "put",
-        "masked_select",
-        "index_add",
-        "index_copy",
-        "cummax",
-        "cummin",
-    ],
-)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_torchs_own_samples(name):
     found = [(node, dtype, ok) for node, _, dtype, ok in only_shapes.table(name) if node in PROGRAMS]
     assert found and all(ok for *_, ok in found)

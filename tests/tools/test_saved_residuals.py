@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
 from torch.func import grad, vmap
 
 from remat import (
@@ -16,7 +15,9 @@ from remat import (
 )
 from remat.jax_names import print_saved_residuals
 from remat.policies import save_everything, save_nothing
-from tests.helpers import CASES, POLICIES, LiveBytes, OpCounter, crossed, leaves_of, rand
+from tests.bank import BANK, subject
+from tests.helpers import LiveBytes, OpCounter, crossed, rand
+from tests.ways import regions
 
 aten = torch.ops.aten
 
@@ -181,22 +182,23 @@ def test_looking_runs_the_function_once_and_recomputes_nothing():
     assert ops["exp"] == 2 and ops["sin"] == 1
 
 
-@pytest.mark.parametrize(("policy", "name"), crossed([None, "nothing", "matmuls", "ops"], CASES, every=8))
+PROGRAMS = """transformer_mlp dropout every_second_doubled results_of_many_kinds embedding
+    results_in_parts_of_one_memory
+    registered_containers complex_arguments region_inside gradient_inside autocast_inside""".split()
+
+
+@pytest.mark.parametrize(("policy", "name"), crossed([None, "nothing", "matmuls", "ops"], PROGRAMS, every=4))
 def test_bytes_are_those_that_stay_alive(name, policy):
     """Measured by what is not freed once the results are gone and the graph is not."""
-    if name == "closure" and policy is not None:
-        pytest.skip("the region's own closure keeps a tensor that its backward does not read")
-    wrap = (lambda f: f) if policy is None else (lambda f: remat(f, policy=POLICIES[policy]))
-    fn, args = CASES[name].build(wrap)
-    leaves = leaves_of(args)
-    fn(*leaves)  # the first call that meets a transform of torch.func inside holds all that it saves
-    found = saved_residuals(fn, *leaves)
-    inside = sum(r.bytes for r in found if r.op is not None)
-    fn, _ = CASES[name].build(wrap)
-    with LiveBytes() as live:
-        nodes = [t.grad_fn for t in pytree.tree_leaves(fn(*leaves)) if isinstance(t, torch.Tensor)]
-        kept = live.bytes
-    assert nodes and inside == kept
+    model = subject(BANK[name], policy or "nothing").build().double()
+    x, y = rand(3, 4).requires_grad_(), rand(3, 4, seed=1).requires_grad_()
+    with regions(policy is not None):
+        model(x, y)  # the first call that meets a transform of torch.func inside holds all that it saves
+        inside = sum(r.bytes for r in saved_residuals(model, x, y) if r.op is not None)
+        with LiveBytes() as live:
+            node = model(x, y).grad_fn
+            kept = live.bytes
+    assert node is not None and inside == kept
 
 
 @pytest.mark.parametrize("policy", [save_matmuls, offload(save_matmuls), save_names("b")])
