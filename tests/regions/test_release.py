@@ -91,9 +91,9 @@ def test_what_a_local_function_captures_and_nothing_runs_again_is_let_go_of(name
             return wrap(DEAD[name](x.sin().cos()))(x).sum()
 
         with LiveBytes() as live:
-            out, pull = torch.func.vjp(call, x) if func else (call(x), None)
+            out, *pull = torch.func.vjp(call, x) if func else (call(x),)
             held = live.bytes
-        return held, pull(torch.ones_like(out))[0] if pull else torch.autograd.grad(out, x)[0]
+        return held, pull[0](torch.ones_like(out))[0] if func else torch.autograd.grad(out, x)[0]
 
     for _ in range(2):  # traced, and followed
         (ours, grad), (plain, expected) = kept(remat), kept(lambda fn: fn)
