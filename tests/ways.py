@@ -586,13 +586,19 @@ def under_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) 
 def counted(run: Pass, step: dict[str, Any]) -> Seen:
     """Under hooks that count: what is packed by a first call is packed by a second one."""
     packs: list[list[Any]] = []
+    versions: dict[int, tuple[Tensor, int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         packs[-1].append((tuple(tensor.shape), tensor.dtype))
+        versions.setdefault(id(tensor), (tensor, tensor._version))
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        unwritten(versions[id(tensor)])
         return tensor
 
     seen: Seen = {}
-    way = under_hooks(pack, lambda tensor: tensor)
+    way = under_hooks(pack, unpack)
     for at in range(2):
         packs.append([])
         seen[f"call {at}"] = way(run, step)
