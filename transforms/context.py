@@ -258,7 +258,9 @@ def notice(func: Any, args: Any) -> None:
         run_again_whole("raw memory is looked at under torch.func")
     elif name == "__set__" and func.__self__ is _DATA:
         if len(args) > 1 and _is_there(*args):
-            return  # as `module.to(x)` does where nothing moves
+            for mode in recordings():  # as `module.to(x)` does where nothing moves
+                mode.sets_again(args[0])
+            return
         run_again_whole("it replaces the data of a tensor")
         moved = _by_sharding()
         for mode in recordings():

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from remat import remat, save_all_but_names, save_everything, save_matmuls, save_nothing, save_ops
 from tests.helpers import crossed
+from tests.ways import fetched
 
 Wrap = Callable[..., Callable[..., Any]]
 W = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4).requires_grad_()
@@ -280,3 +281,29 @@ def test_torchs_checkpoint_around_a_cache_that_is_filled_again(name: str, policy
         loss = checkpoint(region, x, use_reentrant=False).square().sum()
         got = torch.autograd.grad(loss, (x, W))
         torch.testing.assert_close(got, torch.autograd.grad(other(x).square().sum(), (x, W)))
+
+
+# -- weights that hooks fetch, which a first call finds there, and drop ------------------------------------
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["read", "dead"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_that_hooks_fetch_and_drop(policy: Any, dead: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 4).double()
+    region = remat(lambda x, y: (layer(x).sin().exp(), y.sin() * x)[dead], policy=policy)
+    with fetched(layer):
+        calls = []
+        for _ in range(3):
+            x, y = given()
+            packs: list[Any] = []
+            with saved_tensors_hooks(
+                lambda t, packs=packs: packs.append((t.shape, t.dtype)) or t, lambda t: t
+            ):
+                out = region(x, y)
+            calls.append(packs)
+            grads = torch.autograd.grad(out.sum(), x)
+            x, y = given()
+            again: Any = checkpoint(region, x, y, use_reentrant=False)
+            torch.testing.assert_close(torch.autograd.grad(again.sum(), x), grads)
+    assert calls[0] == calls[1] == calls[2]

@@ -100,6 +100,7 @@ class Recorder(KeptValues):
         hooked: whether an op ran under others, whose values nobody is told.
         graded_written: the arguments with derivatives that the function was about to write to.
         replaced: tensors from outside that user code has given other memory (`.data = `).
+        given_again: those that it has given the memory that they had, before an op met them.
         sizes: of memories from outside that user code has looked at, when it did so first.
         contents: small memories of its own that others may fill past torch, by their roots.
     """
@@ -110,6 +111,7 @@ class Recorder(KeptValues):
     graded: Collection[int] = ()
     graded_written: Sequence[int] = ()
     replaced: tuple[Replaced, ...] = ()
+    given_again: tuple[torch.Tensor, ...] = ()
     _room = SMALL  # for what others have filled memory with
 
     def __init__(
@@ -623,11 +625,19 @@ class Recorder(KeptValues):
             if any(self.tape.root_of(number) == root for number, _ in self.tape.packed):
                 self._tell(root)
 
+    def sets_again(self, tensor: torch.Tensor) -> None:
+        """User code gives `tensor` the memory that it has. Hooks that fetch weights and drop them later do so
+        in a first call; in a second one they give it other memory, and it is the function's in both."""
+        if self._numbers.of(tensor) is None:
+            self.given_again = (*self.given_again, tensor)
+
     def replaces(self, tensor: torch.Tensor) -> None:
         """User code is about to give `tensor` other memory."""
         number = self._numbers.of(tensor)
         if number is not None and number >= 0:
             self.tape.raw_accessed.add(self.tape.root_of(number))
+        elif any([tensor is one for one in self.given_again]):
+            self.replaced = (*self.replaced, Replaced(tensor, data_of(tensor), None, True))
         elif all(tensor is not known.tensor for known in self.replaced):
             at = None if number is None else -1 - number
             met = at is not None or self._known(memory_of(tensor)) is not None
