@@ -110,17 +110,17 @@ class Frontier:
 
     def __str__(self) -> str:
         head = f"{self.name}: {format_bytes(self.default_bytes)} kept without a plan; cost in {self.unit}"
-        wide = max([24, *(len(p.planner) + 1 for p in self.points)])
         timed = any(p.seconds is not None for p in self.points)
-        rows = [f"{'planner':<{wide}}{'kept':>12}{'share':>9}{'replay':>9}{'cost':>12}{'gap':>9}"]
-        rows[0] += f"{'ms':>10}  beaten by" if timed else ""
-        for planner in dict.fromkeys(p.planner for p in self.points):
-            rows += [
-                f"{p.planner:<{wide}}{format_bytes(p.kept_bytes):>12}{p.share:>9.1%}{p.replay_share:>9.2%}"
-                f"{p.cost:>12.4g}{p.gap:>9.2%}" + (_measured(p) if timed else "")
-                for p in self.of(planner)
-            ]
-        return "\n".join([head, *rows])
+        # What comes out alike is one row.
+        rows: dict[str, list[str]] = {}
+        for p in sorted(self.points, key=lambda p: (p.kept_bytes, -p.cost)):
+            figures = f"{format_bytes(p.kept_bytes):>12}{p.share:>9.1%}{p.replay_share:>9.2%}{p.cost:>12.4g}"
+            rows.setdefault(f"{figures}{p.gap:>9.2%}{_measured(p) if timed else ''}", []).append(p.planner)
+        named = {figures: ", ".join(dict.fromkeys(planners)) for figures, planners in rows.items()}
+        wide = max([24, *(len(name) + 1 for name in named.values())])
+        heads = f"{'planner':<{wide}}{'kept':>12}{'share':>9}{'replay':>9}{'cost':>12}{'gap':>9}"
+        heads += f"{'ms':>10}  beaten by" if timed else ""
+        return "\n".join([head, heads, *(f"{name:<{wide}}{figures}" for figures, name in named.items())])
 
 
 def _measured(point: Point) -> str:

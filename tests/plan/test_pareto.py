@@ -80,6 +80,15 @@ def test_plan_command_prints_a_plan_and_writes_it(tmp_path, capsys):
     assert json.loads(out.read_text())["region"] == "GPTBlock"
 
 
+def test_a_frontier_prints_what_comes_out_alike_as_one_row():
+    fn, *args = case()
+    lines = str(pareto(fn, *args, points=3, torch_solvers=())).splitlines()[2:]
+    figures = [line[-51:] for line in lines]
+    assert len(set(figures)) == len(figures)
+    (names,) = [line[:-51].strip() for line in lines if "save_weight_matmuls" in line]
+    assert names == "save_matmuls, save_weight_matmuls"
+
+
 def test_a_frontier_is_drawn_with_labels_that_stand_in_the_picture_and_apart(tmp_path):
     fn, *args = case()
     found = pareto(fn, *args, points=3)

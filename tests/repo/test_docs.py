@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import tyro
 
 from tests.repo import blocks
+from tests.tools.inside import command_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,6 +37,20 @@ def test_pictures_are_there_and_small(page: Path) -> None:
     assert all(picture.stat().st_size < 250_000 for picture in pictures)
     # With the theme's own half a megabyte a page stays under one.
     assert sum(picture.stat().st_size for picture in pictures) < 500_000
+
+
+COMMANDS = [
+    line for page in PAGES for line in re.findall(r"^ +python -m remat (.+)$", page.read_text(), re.M)
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_line_of_the_command_line_is_understood(line: str) -> None:
+    name, *args = shlex.split(line)
+    command = command_of(name)
+    # What follows a program's name belongs to the program.
+    args = command.split(args)[0] if hasattr(command, "split") else args
+    assert isinstance(tyro.cli(command, args=args), command)
 
 
 PAGE = """
