@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import weakref
@@ -240,6 +241,10 @@ def _run(
         roots, tensor, kept, packed = [], None, None, None
         aside = {storage_key(t) for t in flatten(out)[0] if is_strided(t)}
         lives = makers.alive(aside | table.found.keys())
+        if lives:
+            # What a cycle holds goes some time, and no graph's end may be taken for the reason.
+            gc.collect()
+            lives = makers.alive(aside | table.found.keys())
         del out
         for key in lives:
             if makers.gone(key):

@@ -1,5 +1,9 @@
 """saved_residuals: what is kept, how large it is, who made it, and where it is found."""
 
+import gc
+import types
+import weakref
+
 import pytest
 import torch
 from torch.func import grad, vmap
@@ -224,3 +228,16 @@ def test_what_is_offloaded_is_listed(under):
     kept = [(r.op, r.name, r.bytes, r.host) for r in found if r.why == "policy"]
     assert kept == [(aten.sin.default, "z", 24, True)] and found.host_bytes == 24
     assert sum(line.endswith("(fn), offloaded by policy") for line in str(found).splitlines()) == 1
+
+
+def test_what_lies_in_a_cycle_is_not_kept_whenever_the_collector_runs():
+    def fn(x):
+        cycle = types.SimpleNamespace(made=x.detach() * 2)
+        cycle.itself = cycle
+        out = x.sin()
+        # The collector runs as the result goes, with the graph.
+        weakref.finalize(out, gc.collect)
+        return out
+
+    gc.collect()
+    assert saved_residuals(fn, torch.ones(64, requires_grad=True)).kept_bytes == 0
