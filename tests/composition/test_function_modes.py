@@ -9,19 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.overrides import TorchFunctionMode
 
 from remat import remat, scan_remat
 from tests.helpers import crossed, rand
-
-
-class Changes(TorchFunctionMode):
-    """Changes what some functions give."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out * 1.25 if func in (torch.sin, Tensor.sin, torch.tanh, Tensor.tanh) else out
 
 
 class Told(TorchFunctionMode):
@@ -71,36 +63,10 @@ class Pushed(Sin):
         return Pushed.apply(x), dims[0]
 
 
-class Old(torch.autograd.Function):
-    """Torch runs it in plain autograd alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.sin(x)
-
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> Tensor:
-        return ct * torch.sin(ctx.saved_tensors[0] + 0.3)
-
-
-scripted = torch.jit.script(torch.nn.Tanh())
-
-
-def in_a_mode(x: Tensor) -> Tensor:
-    """The function itself enters one."""
-    with Changes():
-        return Sin.apply(x) * x.sin()
-
-
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "generated": lambda x: Sin.apply(x) * x,
     "own rules": lambda x: Pushed.apply(x.sin()).cos(),
-    "old": lambda x: Old.apply(x) * x,
     "nested": lambda x: Pushed.apply(Sin.apply(x).tanh()),
-    "scripted": lambda x: scripted(x) * x,
-    "a transform inside": lambda x: grad(lambda y: Pushed.apply(y).sum())(x) * x + x.sin(),
-    "a mode inside": in_a_mode,
 }
 
 
@@ -112,14 +78,6 @@ def leaf(x: Tensor) -> Tensor:
     return x.clone().requires_grad_()
 
 
-def backward_within(fn: Any, x: Tensor) -> Tensor:
-    """Custom rules run under the mode here, as torch.autograd.backward is no torch function."""
-    y = leaf(x)
-    torch.autograd.backward(fn(y).sum())
-    assert y.grad is not None
-    return y.grad
-
-
 def twice(fn: Any, x: Tensor) -> Tensor:
     y = leaf(x)
     (first,) = torch.autograd.grad(fn(y).sum(), y, create_graph=True)
@@ -127,9 +85,7 @@ def twice(fn: Any, x: Tensor) -> Tensor:
 
 
 WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "alone": lambda fn, x: fn(x),
     "backward": lambda fn, x: torch.autograd.grad(fn(y := leaf(x)).sum(), y)[0],
-    "backward within": backward_within,
     "twice": twice,
     "grad": lambda fn, x: grad(total(fn))(x),
     "vmap of grad": lambda fn, x: vmap(grad(total(fn)))(x),
@@ -137,8 +93,6 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "vjp": lambda fn, x: vjp(fn, x)[1](x)[0],
     "grad of grad": lambda fn, x: grad(total(grad(total(fn))))(x),
     "backward of grad": lambda fn, x: torch.autograd.grad(grad(total(fn))(y := leaf(x)).sum(), y)[0],
-    "jacfwd": lambda fn, x: jacfwd(fn)(x),
-    "hessian": lambda fn, x: hessian(total(fn))(x),
 }
 
 

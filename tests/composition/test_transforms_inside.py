@@ -13,10 +13,6 @@ CONSTANT = rand(3)
 LEARNT = rand(3).requires_grad_()
 
 
-def energy(a, h):
-    return (a.sin() * h.cos()).sum() + (a * h).prod()
-
-
 def pulled_back(x):
     y, back, *_ = vjp(torch.sin, x)
     return back(y.cos())[0]

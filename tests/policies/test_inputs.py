@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import remat
 from remat import RematError, presets, save_matmuls, save_nothing, saved_residuals
 from tests.compiled import Graphs
-from tests.helpers import LiveBytes, same
+from tests.helpers import LiveBytes, crossed, same
 from tests.lanes import Late
 from tests.policies.inside import transfer
 
@@ -80,8 +80,7 @@ def as_jvp(region, x, ws):
 WAYS = [as_backward, as_grad, as_vmap, as_second, as_nested, as_jvp]
 
 
-@pytest.mark.parametrize("run", WAYS)
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+@pytest.mark.parametrize(("run", "policy"), crossed(WAYS, [save_nothing, save_matmuls], every=2))
 def test_gradients(late, run, policy):
     x, ws = given(TOKENS)
     region = remat.remat(layer, inputs="offload", policy=policy)
