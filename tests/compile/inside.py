@@ -5,9 +5,6 @@ from remat._torch import compiled_for_graphs  # the graph of forward and backwar
 from remat.gpu.inductor import lowered  # code as Inductor writes it
 from remat.gpu.inductor.attention import attention_of_gpus  # kernels that cards take
 from remat.plan.policy import BudgetPolicy  # plans that are made while code is compiled
-from remat.policies._selector import PolicySelector  # how often policies are asked
 from remat.transforms.compat import fx, inductor  # marks and lowerings of torch's
 from remat.transforms.compat.autograd import in_transform  # whether a level of torch.func is left open
-from remat.transforms.compat.fx import Template  # copies of regions
-from remat.transforms.compiled.barrier import _code, fence  # fences
-from remat.transforms.entry import compiled  # copies of regions, switched off
+from remat.transforms.compiled.barrier import fence  # fences

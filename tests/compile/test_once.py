@@ -20,10 +20,12 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 from remat import remat, save_matmuls
+from remat.debug import recomputed
+from remat.policies import save_larger_than, save_nothing
 from remat.transforms import value_and_grad
 from tests.compile.inside import fx
 from tests.compiled import compiled
-from tests.helpers import rand, same
+from tests.helpers import gradients, rand, same
 
 marked = torch.compiler.nested_compile_region
 
@@ -311,3 +313,30 @@ def test_inductor_writes_a_function_for_all_of_them(name):
     made = [line for line in lines if line.startswith("def remat_region_")]
     calls = [line for line in lines if " = remat_region_" in line and "_args" in line]
     assert 2 <= len(made) <= 4 and len(calls) >= 2 * 4
+
+
+def test_each_call_is_reported_as_a_region_of_its_own():
+    found = recomputed(chain(remat(marked(mlp))), weights(), rand(4, 8).requires_grad_())
+    assert [entry.region for entry in found] == ["mlp"] * 5
+    assert all(entry.survived and entry.ops["erf"] == 1 for entry in found)
+    assert len({entry.bytes for entry in found}) == 1
+
+
+@pytest.mark.parametrize("policy", (save_nothing, save_larger_than(0)))
+def test_kept_values_are_not_what_is_written_to_results_later(once, policy):
+    region = remat(marked(lambda x: torch.exp(x)), policy=policy)
+
+    def run(x):
+        for _ in range(3):
+            y = region(x * 0.1)
+            y.mul_(2.0)
+            x = y + 1
+        return x.sum()
+
+    def without(x):
+        for _ in range(3):
+            x = torch.exp(x * 0.1) * 2.0 + 1
+        return x.sum()
+
+    x = rand(4, 8).requires_grad_()
+    same(gradients(compiled(run)(x), [x]), gradients(without(x), [x]))

@@ -1,6 +1,6 @@
 """Private names of torch's tracer (make_fx); `autograd.py` has the others.
 
-A stretch of the graph that is being traced can be copied for other operands. That takes a fraction of the
+A stretch of the graph that is being traced can be called for other operands. That takes a fraction of the
 time of tracing it again. Tried on 2.11.0, 2.13.0 and 2.15.0 (CPU).
 """
 
@@ -27,7 +27,7 @@ from torch.fx import (
     Node,
     map_arg,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from remat.transforms.compat.aot import at_work
 from remat.transforms.compat.modes import active_modes
@@ -78,7 +78,7 @@ def must_save(tensor: torch.Tensor) -> None:
 
     mode = get_proxy_mode()
     if mode is not None and (tracked := _tracked(mode.tracer, tensor)) is not None:
-        tracked.node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        tracked.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def described(tensors: Tensors) -> tuple[Any, ...] | None:
@@ -98,21 +98,14 @@ def described(tensors: Tensors) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-@dataclass
-class _Tracked:
-    """A tensor of a trace: its node, and the fake tensor that stands for it there."""
-
-    node: Node
-    fake: Any
-
-
-def _tracked(tracer: Any, tensor: Any) -> _Tracked | None:
+def _tracked(tracer: Any, tensor: Any) -> Node | None:
+    """The node of a trace that a tensor is."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
     fake = tensor.from_functional() if hasattr(tensor, "from_functional") else tensor
     slot: Any = get_proxy_slot(fake, tracer, None) if type(fake) is FakeTensor else None
-    return None if slot is None else _Tracked(slot.proxy.node, fake)
+    return None if slot is None else slot.proxy.node
 
 
 def traced(tensor: torch.Tensor) -> tuple[Any, Node] | None:
@@ -122,7 +115,7 @@ def traced(tensor: torch.Tensor) -> tuple[Any, Node] | None:
 
     mode = get_proxy_mode() if type(tensor) is FunctionalTensor else None
     tracked = None if mode is None else _tracked(mode.tracer, tensor)
-    return None if mode is None or tracked is None else (mode.tracer, tracked.node)
+    return None if mode is None or tracked is None else (mode.tracer, tracked)
 
 
 def nodes_of(tensors: Iterable[torch.Tensor]) -> list[Node | None]:
@@ -149,50 +142,34 @@ class NodeSpan:
             yield node
             node = node.next
 
-    def cut(self, inputs: Tensors, outputs: Tensors, shared: Any, once: bool) -> Template | None:
-        """What leads from `inputs` to `outputs`, to be pasted; None where a copy would not do the same.
+    def cut(self, inputs: Tensors, outputs: Tensors, shared: Any) -> Template | None:
+        """What leads from `inputs` to `outputs`, to be called for others; None where a call would not do the
+        same, or nobody outside would know of memory that results share, with each other or with operands.
 
-        Copies read the results of the op `shared`, wherever they were made, as they are. With `once` a copy
-        is a call of a subgraph.
+        Calls read the results of the op `shared`, wherever they were made, as they are.
         """
-        given = [_tracked(self.tracer, t) for t in inputs]
-        made = [_tracked(self.tracer, t) for t in outputs]
+        given: list[Any] = [_tracked(self.tracer, t) for t in inputs]
+        ends: list[Any] = [_tracked(self.tracer, t) for t in outputs]
         new = dict.fromkeys(self.nodes())
-        if not all(map(is_pure_node, new)):
+        if None in given or None in ends or len(set(given)) < len(given) or not all(map(is_pure_node, new)):
             return None
-        starts: dict[Node, int] = {}
-        for i, tracked in enumerate(given):
-            if tracked is None or tracked.node in starts:
-                return None
-            starts[tracked.node] = i
+        starts = dict.fromkeys(given)
         wanted: set[Node] = set()
-        fixed: set[Node] = set()
-        stack = [None if tracked is None else tracked.node for tracked in made]
+        stack = list(ends)
         while stack:
             node = stack.pop()
-            if node is None:
-                return None
-            if node in starts or node in wanted or node in fixed:
-                continue
             if node.target is shared:
-                fixed.add(node)
+                starts.setdefault(node)
+            if node in starts or node in wanted:
                 continue
             if node not in new:
                 return None
             wanted.add(node)
             stack.extend(node.all_input_nodes)
-        ends = [tracked.node for tracked in made if tracked is not None]
-        if any(node in starts or node in fixed for node in ends) or len(set(ends)) < len(ends):
+        made = list(map(_storage, ends))
+        if len(set(made)) < len(made) or not set(made).isdisjoint(map(_storage, starts)):
             return None
-        return Template(
-            [node for node in new if node in wanted],
-            [tracked.node for tracked in given if tracked is not None],
-            [_place(tracked.fake) for tracked in given if tracked is not None],
-            ends,
-            [tracked.fake for tracked in made if tracked is not None],
-            list(fixed),
-            once,
-        )
+        return Template([node for node in new if node in wanted], list(starts), ends)
 
 
 def is_pure_node(node: Node) -> bool:
@@ -214,9 +191,8 @@ def _is_fake(value: Any) -> bool:
     return type(value) is FakeTensor and value.layout is torch.strided
 
 
-def _place(fake: torch.Tensor) -> tuple[int, int]:
-    """Its storage, and at which byte of it the tensor begins."""
-    return fake.untyped_storage()._cdata, int(fake.storage_offset()) * fake.itemsize
+def _storage(node: Node) -> int:
+    return node.meta["val"].untyped_storage()._cdata
 
 
 @dataclass
@@ -225,113 +201,51 @@ class Template:
 
     Attributes:
         nodes: those that lead to `ends`, in their order.
-        starts: the nodes it reads; `places` is where their values lie.
-        ends: the nodes of its results; `results` are the fake tensors.
-        fixed: nodes from elsewhere that it reads, the same in every copy.
-        once: whether a copy is a call of a subgraph, if that can be.
-        subgraph: that, once there is one.
+        starts: the nodes it reads: first its inputs, then those that are the same for every call.
+        ends: the nodes of its results.
+        subgraph: the same as a graph of its own, once there is one.
     """
 
     nodes: list[Node]
     starts: list[Node]
-    places: list[tuple[int, int]]
     ends: list[Node]
-    results: list[Any]
-    fixed: list[Node]
-    once: bool = False
     subgraph: Subgraph | None = None
 
     def paste(self, tracer: Any, inputs: Tensors, tags: dict[str, Any]) -> Tensors | None:
-        """The results for other inputs, of the same description; `tags` replace those of the same names.
-
-        None, and nothing was added, where the inputs share memory in another way.
-        """
+        """The results of a call for other inputs, of the same description, which bears `tags`; None, and
+        nothing was added, where the tracer does not know them."""
         from torch._subclasses.functional_tensor import FunctionalTensor
         from torch.fx import Proxy
         from torch.fx.experimental.proxy_tensor import track_tensor
         from torch.fx.proxy import _get_seq_nr
         from torch.utils._python_dispatch import _disable_current_modes
 
-        given = [_tracked(tracer, t) for t in inputs]
-        copies = _Copies(tags, _get_seq_nr())
-        for tracked, place in zip(given, self.places, strict=True):
-            if tracked is None or not copies.same(place, tracked.fake):
-                return None
-        node_of = {a: tracked.node for a, tracked in zip(self.starts, given, strict=True) if tracked}
-        for node in self.fixed:
-            node_of[node] = node
-            copies.same(_place(node.meta["val"]), node.meta["val"])
+        given: list[Any] = [_tracked(tracer, t) for t in inputs]
+        if None in given:
+            return None
+        self.subgraph = self.subgraph or as_subgraph(tracer, self.nodes, self.starts, self.ends)
+        node_of = dict(zip(self.starts, [*given, *self.starts[len(given) :]], strict=True))
+        meta = {k: v for k, v in self.ends[-1].meta.items() if k not in _PROVENANCE}
+        meta["seq_nr"] = _get_seq_nr()
+        # Its first ops recompute, its last ones may be the backward's.
+        meta["custom"] = meta.get("custom", {}) | tags
         results: list[Any] = []
         with _disable_current_modes():
-            write = self._call if self._as_subgraph(tracer) else self._copy
-            for node, fake in zip(write(tracer, node_of, copies), self.results, strict=True):
-                results.append(copies.of(fake))
+            meta["val"] = tuple([_another(node.meta["val"]) for node in self.ends])
+            for node in self.subgraph.called(tracer, node_of, meta):
+                results.append(node.meta["val"])
                 track_tensor(results[-1], Proxy(node, tracer), constant=None, tracer=tracer)
         return [FunctionalTensor.to_functional(fake) for fake in results]
 
-    def _copy(self, tracer: Any, node_of: dict[Node, Node], copies: _Copies) -> list[Node]:
-        for node in self.nodes:
-            args, kwargs = map_arg((node.args, node.kwargs), node_of.__getitem__)
-            node_of[node] = copy = tracer.graph.create_node("call_function", node.target, args, kwargs)
-            copy.meta = copies.meta(node)
-            copy.meta["val"] = tree_map_only(torch.Tensor, copies.of, node.meta.get("val"))
-        return [node_of[node] for node in self.ends]
 
-    def _call(self, tracer: Any, node_of: dict[Node, Node], copies: _Copies) -> list[Node]:
-        assert self.subgraph is not None
-        meta = copies.meta(self.ends[-1])
-        meta["val"] = tuple(map(copies.of, self.results))
-        # Its first ops recompute, its last ones may be the backward's.
-        meta["custom"] = meta.get("custom", {}) | copies.tags
-        return list(self.subgraph.called(tracer, node_of, meta))
+def _another(fake: Any) -> Any:
+    """A fake tensor like another, in memory of its own."""
+    from torch._subclasses.fake_tensor import FakeTensor
 
-    def _as_subgraph(self, tracer: Any) -> bool:
-        """Whether copies are calls of a subgraph."""
-        if self.once and self.subgraph is None:
-            self.subgraph = as_subgraph(tracer, self.nodes, [*self.starts, *self.fixed], self.ends)
-            self.once = self.subgraph is not None
-        return self.once
-
-
-class _Copies:
-    """Fake tensors like others, which share memory with each other as those do.
-
-    Args:
-        tags: what copies of nodes bear where those bear other tags of the same names.
-        at: autograd's number of the nodes that are made now.
-    """
-
-    def __init__(self, tags: dict[str, Any], at: int | None) -> None:
-        self.tags, self.at = tags, at
-        self.memory: dict[int, tuple[Any, int]] = {}  # of a storage: the copy, and by how much it is shifted
-        self.taken: dict[int, int] = {}
-
-    def meta(self, node: Node) -> dict[str, Any]:
-        """What is known of a copy of a node, but for its value."""
-        made = {k: v for k, v in node.meta.items() if k not in _PROVENANCE}
-        made["seq_nr"] = self.at
-        if custom := made.get("custom"):
-            made["custom"] = {k: self.tags.get(k, v) for k, v in custom.items()}
-        return made
-
-    def same(self, place: tuple[int, int], fake: Any) -> bool:
-        """Take the memory of `fake` for a copy of what lies at `place`; False where that is impossible."""
-        storage, start = place
-        copy, at = _place(fake)
-        shift = at - start
-        known = self.memory.setdefault(storage, (fake.untyped_storage(), shift))
-        return self.taken.setdefault(copy, storage) == storage and known[1] == shift
-
-    def of(self, fake: Any) -> Any:
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        old = fake.untyped_storage()
-        if old._cdata not in self.memory:
-            self.memory[old._cdata] = torch.UntypedStorage(old.nbytes(), device="meta"), 0
-        memory, shift = self.memory[old._cdata]
-        elem = torch.empty(0, dtype=fake.dtype, device="meta")
-        elem.set_(memory, fake.storage_offset() + shift // fake.itemsize, fake.shape, fake.stride())
-        return FakeTensor(fake.fake_mode, elem, fake.device)
+    memory = torch.UntypedStorage(fake.untyped_storage().nbytes(), device="meta")
+    elem = torch.empty(0, dtype=fake.dtype, device="meta")
+    elem.set_(memory, fake.storage_offset(), fake.shape, fake.stride())
+    return FakeTensor(fake.fake_mode, elem, fake.device)
 
 
 def tags() -> dict[str, Any]:
@@ -476,15 +390,8 @@ class Subgraph:
             yield result
 
 
-def as_subgraph(
-    tracer: Any, nodes: Sequence[Node], given: Sequence[Node], ends: Sequence[Node]
-) -> Subgraph | None:
-    """What leads from `given` to `ends`, known to the graph that is being traced; None where a result shares
-    memory. Outside nobody would know of memory that results share, with each other or with operands.
-    """
-    made = [_storage(node) for node in ends]
-    if len(set(made)) < len(made) or not set(made).isdisjoint(map(_storage, given)):
-        return None
+def as_subgraph(tracer: Any, nodes: Sequence[Node], given: Sequence[Node], ends: Sequence[Node]) -> Subgraph:
+    """What leads from `given` to `ends`, known to the graph that is being traced."""
     # An operand lives until the call.
     read = {node for reader in nodes for node in reader.all_input_nodes}
     given = [node for node in given if node in read]
@@ -499,7 +406,3 @@ def as_subgraph(
     name = tracer.get_fresh_qualname("remat_region_")
     tracer.root.add_module(name, GraphModule({}, graph))
     return Subgraph(name, given)
-
-
-def _storage(node: Node) -> int:
-    return node.meta["val"].untyped_storage()._cdata

@@ -13,7 +13,7 @@ import random
 import struct
 import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,88 +28,53 @@ _NEXT, _MOST = 5, 16
 # More numbers take more turns, and more memory than a state of their own.
 _SMALL = 1248
 _lock = threading.RLock()
+_twister = random.Random(0)
 
 
 class Start:
     """A state in full, from which a run of draws goes on. `seed`: of a generator that was just seeded."""
 
-    __slots__ = ("__weakref__", "_shown", "seed", "words")
+    __slots__ = ("__weakref__", "_shown", "_words", "seed")
 
     def __init__(self, words: bytes, seed: int | None) -> None:
-        self.seed, self.words = seed, words if seed is None else None
+        self.seed, self._words = seed, words if seed is None else None
         self._shown: torch.Tensor | None = None
 
-    def shown(self) -> torch.Tensor:
-        """A tensor of its size, for reports."""
+    def words(self, turns: int) -> bytes:
+        """The words after so many turns."""
+        words = self._words or _read(torch.Generator().manual_seed(self.seed or 0).get_state())[_FIRST:_END]
+        return _turned(words, turns) if turns else words
+
+    def takes(self) -> list[torch.Tensor]:
+        """For reports a tensor of its size; nothing where the seed is all that is kept."""
+        if self._words is None:
+            return []
         if self._shown is None:
             self._shown = torch.empty(_END - _FIRST, dtype=torch.uint8)
-        return self._shown
+        return [self._shown]
 
 
-class Cursor:
-    """A place in a run of draws: the words after some turns, empty until somebody asks."""
-
-    __slots__ = ("start", "turns", "twister", "words")
-
-    def __init__(self, start: Start, words: bytes, last: Cursor | None) -> None:
-        """`last`: one that nobody needs any more."""
-        self.start, self.turns, self.words = weakref.ref(start), 0, words
-        self.twister = None if last is None else last.twister  # (a new one would seed itself)
-
-    def turn(self, turns: int) -> None:
-        """Go on by so many turns."""
-        if turns:
-            if not self.turns:
-                self.twister = self.twister or random.Random(0)
-                self.twister.setstate((3, (*_WORDS.unpack(self.words), 624), None))
-            assert self.twister is not None
-            self.twister.getrandbits(32 * 624 * turns)
-            self.turns, self.words = self.turns + turns, b""
-
-    def now(self) -> bytes:
-        """The words here."""
-        if not self.words:
-            self.words = _WORDS.pack(*self._state()[:624])
-        return self.words
-
-    def is_at(self, words: bytes) -> bool:
-        """Whether the words here are these."""
-        if not self.words and self._state()[0] != int.from_bytes(words[:8], "little"):
-            return False
-        return self.now() == words
-
-    def _state(self) -> tuple[int, ...]:
-        assert self.twister is not None
-        return self.twister.getstate()[1]
-
-
-class CompactState:
+class CompactState(NamedTuple):
     """The state of a CPU generator: that at the start of a run of draws, turned over so many times, and the
     bytes before and after the words."""
 
-    __slots__ = ("rest", "start", "turns")
-
-    def __init__(self, start: Start, turns: int, rest: bytes) -> None:
-        self.start, self.turns, self.rest = start, turns, rest
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, CompactState) or self.rest != other.rest:
-            return False
-        if self.start is other.start:
-            return self.turns == other.turns
-        with _lock:
-            return _words_of(self) == _words_of(other)
-
-    __hash__ = None  # type: ignore[assignment]
+    start: Start
+    turns: int
+    rest: bytes
 
     def takes(self) -> tuple[list[torch.Tensor], int]:
         """What it takes, for reports: its start, the same tensor for all that have it, and its own bytes."""
-        return [] if self.start.words is None else [self.start.shown()], len(self.rest)
+        return self.start.takes(), len(self.rest)
+
+    def same(self, other: Any) -> bool:
+        """Whether another state is this one."""
+        if not isinstance(other, CompactState) or self.rest != other.rest:
+            return False
+        return self[:2] == other[:2] or self.start.words(self.turns) == other.start.words(other.turns)
 
 
-# The runs under way, by the ids of their generators, and the one that was drawn again last.
-_runs: dict[int, Cursor] = {}
-_again: list[Cursor] = []
+# The runs under way, by the ids of their generators: start, turns since, words.
+_runs: dict[int, tuple[weakref.ref[Start], int, bytes]] = {}
 
 
 def state_of(generator: torch.Generator) -> Any:
@@ -120,15 +85,15 @@ def state_of(generator: torch.Generator) -> Any:
     raw = _read(state)
     words, rest = raw[_FIRST:_END], raw[:_FIRST] + raw[_END:]
     with _lock:
-        cursor = _runs.get(id(generator))
-        start = None if cursor is None else cursor.start()
-        if cursor is None or start is None or not _reaches(cursor, words):
-            start = Start(words, _seed_of(raw))
-            cursor = Cursor(start, words, _runs.pop(id(generator), None))
-            _runs[id(generator)] = cursor
-            if len(_runs) > 8:
-                del _runs[next(iter(_runs))]
-        return CompactState(start, cursor.turns, rest)
+        before, last, known = _runs.pop(id(generator), (None, 0, b""))
+        start = None if before is None else before()
+        turns = None if start is None else _turns_to(known, words, _MOST - last)
+        if start is None or turns is None:
+            start, last, turns = Start(words, _seed_of(raw)), 0, 0
+        _runs[id(generator)] = weakref.ref(start), last + turns, words
+        if len(_runs) > 8:
+            del _runs[next(iter(_runs))]
+        return CompactState(start, last + turns, rest)
 
 
 def has_drawn(generator: torch.Generator, numbers: int) -> None:
@@ -143,33 +108,27 @@ def set_state(generator: torch.Generator, state: Any) -> None:
     if not isinstance(state, CompactState):
         generator.set_state(state)
         return
-    with _lock:
-        words = _words_of(state)
-    raw = state.rest[:_FIRST] + words + state.rest[_FIRST:]
+    raw = state.rest[:_FIRST] + state.start.words(state.turns) + state.rest[_FIRST:]
     tensor = torch.default_generator.get_state()
     with functions_as_they_are():
         ctypes.memmove(tensor.data_ptr(), raw, _SIZE)
     generator.set_state(tensor)
 
 
-def _reaches(cursor: Cursor, words: bytes) -> bool:
-    """Whether these words come next in the run, by few turns."""
-    if cursor.is_at(words):
-        return True
-    for _ in range(min(_NEXT, _MOST - cursor.turns)):
-        cursor.turn(1)
-        if cursor.is_at(words):
-            return True
-    return False
+def _turned(words: bytes, turns: int) -> bytes:
+    with _lock:
+        _twister.setstate((3, (*_WORDS.unpack(words), 624), None))
+        _twister.getrandbits(32 * 624 * turns)
+        return _WORDS.pack(*_twister.getstate()[1][:624])
 
 
-def _words_of(state: CompactState) -> bytes:
-    if not _again or _again[0].start() is not state.start or _again[0].turns > state.turns:
-        start = state.start
-        words = start.words or _read(torch.Generator().manual_seed(start.seed or 0).get_state())[_FIRST:_END]
-        _again[:] = [Cursor(start, words, _again[0] if _again else None)]
-    _again[0].turn(state.turns - _again[0].turns)
-    return _again[0].now()
+def _turns_to(known: bytes, words: bytes, most: int) -> int | None:
+    """By how many turns these words come next in a run, None where they do not, or by many."""
+    for turns in range(min(_NEXT, most) + 1):
+        if known == words:
+            return turns
+        known = _turned(known, 1)
+    return None
 
 
 def _seed_of(raw: bytes) -> int | None:

@@ -5,12 +5,9 @@ common-subexpression elimination merges the two, and schedulers fuse or interlea
 that starts from `fence(x, cotangents)` has other inputs than the forward, and cannot start before the
 backward has reached it. (JAX puts its `optimization_barrier` in the same place, `jax._src.ad_checkpoint`.)
 
-And what spares most of the tracing: of regions that are alike the first one's graph is copied for the others.
-A model of many equal blocks is a region called many times with the same code on tensors of the same shapes.
-To trace its forward, its recomputation and its backward through autograd, functionalization and fake
-tensors takes many times as long as to copy the nodes that came of it. A copy is made only where everything
-that the nodes depend on is known to be the same; all else is traced. (Twelve small transformer blocks take
-4.5 s of CPU time to trace, forward and backward; 6.8 without copies, 4.4 without remat.)
+And what spares most of the work on a model of many equal blocks, if their function is marked for it: of
+regions that are alike the first one's graph becomes a subgraph, which is called for the others. So it is only
+where everything that the nodes depend on is known to be the same; all else is traced.
 """
 
 from __future__ import annotations
@@ -244,7 +241,7 @@ class Origins:
         return storage in self.behind or any(i in self.fenced for i in self.given.get(storage, ()))
 
 
-# -- regions that are alike: the graph of the first is copied ------------------------------------------------
+# -- regions that are alike: the graph of the first is called ------------------------------------------------
 
 Tensors = Sequence[torch.Tensor]
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -279,7 +276,7 @@ def dedup_key(region: Region, operands: Sequence[Any], ambient: Ambient) -> Hash
     """What two calls of regions have in common if they differ in their tensors only. None if that cannot be
     told: with regions inside, or with a policy that reads more than ops and shapes.
     """
-    if region.selector is not None and region.key is None:
+    if (region.selector is not None and region.key is None) or not lowered_once():
         return None
     graph: Any = region.function
     code = _code(graph.module)
@@ -288,7 +285,7 @@ def dedup_key(region: Region, operands: Sequence[Any], ambient: Ambient) -> Hash
         return None
     tags = plain(tags_now(), {})
     around = (tuple(ambient.switches), ambient.autocast, ambient.modes)
-    levels = (graph.depth, depth(), graph.once)
+    levels = (graph.depth, depth())
     found = (region.name, region.key, region.preserve_rng_state, code, tuple(rest), tags, around, levels)
     return None if tags is UNKNOWN else found
 
@@ -343,20 +340,17 @@ _books: weakref.WeakKeyDictionary[Any, _Book] = weakref.WeakKeyDictionary()
 
 
 class GraphDedup:
-    """One call of a region: a copy of one before it, or the model of those after it.
+    """One call of a region: a call of what one before it has left, or the model of those after it.
 
     Args:
         dedup_key: what it has in common with others, None where it is like no other.
         outs: what the region returns, as the call notes it: plain values, or `hole` for a tensor.
-        once: whether copies are calls of one subgraph, where the compiler lowers that once for all.
     """
 
-    def __init__(
-        self, dedup_key: Hashable = None, outs: list[Any] | None = None, hole: Any = None, once: bool = False
-    ) -> None:
-        self.dedup_key, self.hole, self.once = dedup_key, hole, once and lowered_once()
+    def __init__(self, dedup_key: Hashable = None, outs: list[Any] | None = None, hole: Any = None) -> None:
+        self.dedup_key, self.hole = dedup_key, hole
         self.outs: list[Any] = [] if outs is None else outs
-        self.key: Hashable = None  # once the forward is over, if it was copied or may be
+        self.key: Hashable = None  # once the forward is over, if it is a call or a model
 
     def forward(
         self, operands: Tensors, masks: Hashable, run: Callable[[], tuple[Any, Tensors]]
@@ -379,10 +373,8 @@ class GraphDedup:
         values = record.values()
         if values is None or any(x is not self.hole and plain(x, {}) is UNKNOWN for x in self.outs):
             return record, results
-        memory = [graph_storage(t) for t in (*operands, *results)]
-        # Copies of results have memory of their own each: what is written to one is not seen in another.
-        alone = len(set(memory)) == len(memory) and self.outs.count(self.hole) == len(results)
-        template = span.cut(operands, [*results, *values], ONCE, self.once) if alone else None
+        alone = self.outs.count(self.hole) == len(results)
+        template = span.cut(operands, [*results, *values], ONCE) if alone else None
         if template is not None:
             self.key = key
             book.forwards[key] = template, record, len(results), list(self.outs)
@@ -413,7 +405,7 @@ class GraphDedup:
                 return made
         span = NodeSpan(tracer)
         grads = run()
-        template = span.cut(inputs, grads, ONCE, self.once)
+        template = span.cut(inputs, grads, ONCE)
         if template is not None:
             book.pulls[key] = template, frozenset(pulled.unused)
         return grads

@@ -255,8 +255,8 @@ class _TracedCall:
         ambient = Ambient(device_kinds(self.tensors))
         # What runs in another region is that one's to record; captures count what they are given.
         alone = _local.depth == 1 and self.taps is None
-        like = dedup_key(region, operands, ambient) if alone else None
-        dedup = GraphDedup(like, self.outs, _TENSOR, region.function.once)
+        like = dedup_key(region, operands, ambient) if alone and region.function.once else None
+        dedup = GraphDedup(like, self.outs, _TENSOR)
         self.family = Family(region, ambient, GraphLowering(region, dedup))
 
     def __call__(self) -> tuple[Any, ...]:

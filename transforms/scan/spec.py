@@ -297,7 +297,7 @@ def now(before: RandomState) -> RandomState:
 
 def _is_state(state: Any, other: Any) -> bool:
     if not isinstance(state, torch.Tensor):
-        return state == other
+        return state.same(other)
     # Real tensors, also where a plan is made on fake ones.
     with unseen(state) if modes_active() else contextlib.nullcontext(), functions_as_they_are():
         return torch.equal(state, other)

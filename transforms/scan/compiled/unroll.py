@@ -46,12 +46,12 @@ from remat.transforms.ops import (
     tensors_in,
     traits,
 )
-from remat.transforms.scan.vjp import pull
 from remat.transforms.scan.spec import (
     Leaves,
     Step,
     Tensors,
 )
+from remat.transforms.scan.vjp import pull
 from remat.transforms.tape import OFFLOAD, SAVE, Recorder, Tape
 
 Columns = list[list[torch.Tensor]]
