@@ -32,7 +32,7 @@ from benchmarks.scan_ways import cell, ways
 from remat import scan_remat
 from remat.transforms.scan import function as the_function
 from remat.transforms.scan.compiled.unroll import UnrolledStep
-from remat.transforms.scan.traced import custom_op
+from remat.transforms.scan.traced import entry
 
 WIDTH = 16
 LENGTHS = (10, 10_000)
@@ -146,7 +146,7 @@ def one(backend: str, place: str, n: int) -> None:
     """Time one compilation in this process, and print it."""
     torch._inductor.config.compile_threads = 1
     # What both places run their steps in, and what compiles within.
-    ran, made = spent_in(custom_op, "sweep", "pull_back"), spent_in(UnrolledStep, "_lookup")
+    ran, made = spent_in(entry, "sweep", "pull_back"), spent_in(UnrolledStep, "_lookup")
     ran_in_eager = spent_in(the_function, "sweep", "pull_back")
     # Of a length that is neither: kernels around the scan are another's for every length, and new for both.
     gradient(26, backend, place, torch.cos)()

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.plan.calls import cache as plan_cache
 from remat.plan.calls import trusted
-from remat.transforms.offload import prefetch
+from remat.transforms.offload import transfer
 from remat.transforms.region import cache, forget_all
 from tests.composition.table import POLICIES as POLICIES
 from tests.composition.table import rand as rand
@@ -64,7 +64,7 @@ def forget() -> None:
         known.uses_func = known.differentiates = known.unframed = False
     forget_all()
     # A graph that an earlier test left alive would have its values fetched ahead in the next one's backward.
-    prefetch._order.last = None
+    transfer._order.last = None
     # Calls that look alike share what was planned, and what was warned of.
     for calls in list(plan_cache._SEEN.values()):
         calls.paths, calls.kinds = None, []

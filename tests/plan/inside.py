@@ -51,4 +51,4 @@ from remat.plan.solve.reduce import contract, reduce  # solvers, by themselves
 from remat.plan.solve.split import split  # solvers, by themselves
 from remat.transforms import BoundedCache, registered  # caches that are bounded
 from remat.transforms.compat.modes import fake_mode  # full-size blocks without memory
-from remat.transforms.tape.observers import listen  # what regions keep, as they keep it
+from remat.transforms.tape.kept_values import listen  # what regions keep, as they keep it

@@ -12,5 +12,5 @@ from remat.policies import (  # the catalogue of ops, names that were warned of,
 )
 from remat.policies._selector import UnmatchedName  # how regions ask
 from remat.transforms.compat import functions_as_they_are  # functions past the modes in force
-from remat.transforms.offload import prefetch, transfer  # lanes, and what is fetched ahead
+from remat.transforms.offload import transfer  # lanes, and what is fetched ahead
 from remat.transforms.tape import kept_values  # what is held, by verdicts

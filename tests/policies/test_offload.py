@@ -27,7 +27,7 @@ from remat import (
 )
 from tests.helpers import rand, same
 from tests.lanes import Late
-from tests.policies.inside import functions_as_they_are, prefetch, transfer
+from tests.policies.inside import functions_as_they_are, transfer
 
 WIDTH = 4
 
@@ -94,7 +94,7 @@ def test_the_region_before_is_fetched_while_one_computes(late, run):
     assert late.take() == SENT + READ
     # While one is read there is at most one more.
     assert late.most == 2
-    assert late.held() == set() and late.waiting() == set() and not prefetch._passes
+    assert late.held() == set() and late.waiting() == set() and not transfer._passes
 
 
 def test_host_memory_goes_as_the_backward_reads_it(late):
@@ -210,7 +210,7 @@ def test_a_backward_that_stops_early_lets_go_of_what_it_fetched_ahead(late):
     late.take()
     same(torch.autograd.grad(loss, ws[2:], retain_graph=True), torch.autograd.grad(model(X, ws), ws[2:]), 0.0)
     assert late.take() == ["fetch 7", "fetch 6", "use 7"]
-    assert late.waiting() == set() and not prefetch._passes
+    assert late.waiting() == set() and not transfer._passes
 
 
 def test_what_has_nothing_left_is_passed_over(late):
@@ -229,27 +229,27 @@ def test_what_has_nothing_left_is_passed_over(late):
 
 
 def test_what_had_its_turn_is_not_fetched_ahead_again(late, monkeypatch):
-    one, two, three = [prefetch.Store({0: transfer.send(torch.zeros(size))}) for size in (1, 2, 3)]
-    monkeypatch.setattr(prefetch, "graph_task", lambda: 77)
+    one, two, three = [transfer.Store({0: transfer.send(torch.zeros(size))}) for size in (1, 2, 3)]
+    monkeypatch.setattr(transfer, "graph_task", lambda: 77)
     ends: list[Any] = []
-    monkeypatch.setattr(prefetch, "at_backward_end", ends.append)
+    monkeypatch.setattr(transfer, "at_backward_end", ends.append)
     late.take()
     for store in (two, one, two):
         store.begin(None)
         store.end()
     assert late.take() == ["fetch 2", "fetch 1", "fetch 2"]
-    monkeypatch.setattr(prefetch, "graph_task", lambda: 78)
+    monkeypatch.setattr(transfer, "graph_task", lambda: 78)
     # What runs inside a recomputation fetches nothing of the region around it.
     two.begin(None)
     two.kept[0].get()
-    monkeypatch.setattr(prefetch, "graph_task", lambda: 79)
+    monkeypatch.setattr(transfer, "graph_task", lambda: 79)
     three.begin(None)
     assert late.take() == ["fetch 2", "fetch 1", "use 2", "fetch 3"]
     for store in (three, two):
         store.end()
     for end in ends:
         end()
-    assert late.waiting() == set() and not prefetch._passes
+    assert late.waiting() == set() and not transfer._passes
 
 
 def test_steps_whose_forwards_both_come_first(late):
@@ -302,7 +302,7 @@ def test_a_failing_backward_leaves_nothing_on_the_device(late):
         torch.autograd.grad(loss, ws, retain_graph=True)
     # The hook stands before the second region, which was fetched ahead.
     assert late.take() == READ[:3]
-    assert late.waiting() == set() and not prefetch._passes
+    assert late.waiting() == set() and not transfer._passes
     fail[0] = False
     same(torch.autograd.grad(loss, ws), torch.autograd.grad(model(X, ws), ws), 0.0)
     assert late.take() == READ
@@ -323,7 +323,7 @@ def test_a_failing_recomputation_leaves_nothing_on_the_device(late):
     region = remat(fails, policy=offload(save_names("h")))
     with pytest.raises(ZeroDivisionError):
         by_nested_grad(region, ws)
-    assert late.waiting() == set() and not prefetch._passes
+    assert late.waiting() == set() and not transfer._passes
     fail[0] = False
     same(by_nested_grad(region, ws), by_grad(fails, ws), 0.0)
     assert late.waiting() == set() and late.held() == set()
@@ -472,7 +472,7 @@ def test_nested_regions(late):
     ws = weights(5, 6)
     for run in (by_backward, by_grad, by_vmap_of_grad):
         same(run(outer, ws), run(plain, ws), 1e-14)
-        assert late.waiting() == set() and late.held() == set() and not prefetch._passes
+        assert late.waiting() == set() and late.held() == set() and not transfer._passes
 
 
 def test_second_order(late):
@@ -494,7 +494,7 @@ def test_second_order(late):
     same(got, second, 1e-12)
     first = grad(lambda ws: model(X, ws, OFFLOADED))(values)
     del first
-    assert late.waiting() == set() and late.held() == set() and not prefetch._passes
+    assert late.waiting() == set() and late.held() == set() and not transfer._passes
 
 
 def test_with_budgets_and_other_names(late):

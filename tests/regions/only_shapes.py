@@ -4,8 +4,7 @@
 
 For every op that torch's OpInfo knows, each floating value that a node of autograd saves is replaced, alone,
 by a stand-in of stride 0 that is full of NaN. Where first and second derivatives are the same bit for bit, in
-all samples and dtypes, the node does not read its numbers. `transforms/tape/reachability.py` has those in a
-table.
+all samples and dtypes, the node does not read its numbers. A table in `tape/reachability.py` has those.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from remat.schedules import Multilevel, Revolve, Segmented
 from remat.transforms import value_and_grad
 from tests.compiled import Graphs, compiled, ops
 from tests.helpers import crossed, sparse
-from tests.scan.inside import custom_op, entry
+from tests.scan.inside import entry
 from tests.scan.scans import BLOCK, D, backward, close, make, nested, of_loop, of_scan, step
 from tests.scan.scans import fresh as fresh
 
@@ -141,8 +141,8 @@ def test_large_steps_are_compiled_one_at_a_time():
 def test_what_large_steps_keep_is_copied_only_into_stacks(batched, n, stacked, monkeypatch):
     """Copies double what is written. Beyond some hundred results, and under vmap, there are stacks."""
     monkeypatch.setattr(entry, "BLOCK", 1)
-    copies, put = [], custom_op._put
-    monkeypatch.setattr(custom_op, "_put", lambda *args: copies.append(1) or put(*args))
+    copies, put = [], entry._put
+    monkeypatch.setattr(entry, "_put", lambda *args: copies.append(1) or put(*args))
     if batched:
         args, of = make(2, n=n), lambda fn: vmap(grad(fn, (0, 1, 2)))
         close(compiled(of(of_scan("all")))(*args), of(of_loop())(*args))
@@ -200,7 +200,7 @@ def test_policy_of_a_scan(transform):
 def test_what_a_graph_stands_for_goes_with_it():
     def count():
         gc.collect()
-        return len(custom_op._entries)
+        return len(entry._entries)
 
     torch._dynamo.reset()  # earlier tests' graphs hold theirs until then
     before = count()
@@ -215,7 +215,7 @@ def test_what_a_graph_stands_for_goes_with_it():
     del run
     close(torch.autograd.grad(total, leaves), backward(nested, args))
     del total
-    assert count() == before and not custom_op._for_good
+    assert count() == before and not entry._for_good
 
 
 def test_no_steps():

@@ -1,33 +1,33 @@
 """Every private name of torch that the engine touches: the other rooms see only this face."""
 
 from remat.transforms.compat.ambient import (
-    DeviceContext,
-    autocasting,
-    bits,
-    cached_weights,
-    data_of,
-    function_mode_at,
-    function_modes,
-    function_stack,
-    function_state,
-    functions_as_they_are,
-    functions_off,
-    is_strided,
-    modules_watched,
-    ordinary,
-    outside_inference,
-    scripted_now,
-    scripted_places,
-    set_data,
-    set_function_state,
-    set_grad_enabled,
-    set_scripted,
-    storage_held,
-    storage_key,
-    switches,
-    torch_pytree,
-    with_bits,
-    without_module_trackers,
+    DeviceContext,  # what `with torch.device(...)` makes a torch-function mode
+    autocasting,  # whether autocast is on for any device
+    bits,  # whether the numbers in a tensor's memory stand for their conjugates, and for their negatives
+    cached_weights,  # what `torch.nn.utils.parametrize.cached()` has computed
+    data_of,  # the data of a tensor, of which no torch-function mode is told
+    function_mode_at,  # the torch-function mode at this place, from the outermost
+    function_modes,  # how many torch-function modes are active
+    function_stack,  # have these torch-function modes on and no others
+    function_state,  # whether torch functions ask their modes and subclasses
+    functions_as_they_are,  # a context without torch-function modes
+    functions_off,  # that state where they do not
+    is_strided,  # whether `value` is a tensor with one block of memory behind it
+    modules_watched,  # whether any global module hook is set
+    ordinary,  # tensors of the same memories that were not made in inference mode
+    outside_inference,  # whether ops here are not those of inference mode
+    scripted_now,  # the tensor that a module of TorchScript holds at such a place
+    scripted_places,  # where a module of TorchScript holds tensors
+    set_data,  # give a tensor other data, of which no torch-function mode is told
+    set_function_state,  # set whether torch functions ask their modes and subclasses
+    set_grad_enabled,  # what torch.set_grad_enabled calls, without an object for the way back
+    set_scripted,  # let it hold another one there
+    storage_held,  # keeps the key of a storage from being given to another one
+    storage_key,  # an address that aliases share
+    switches,  # (read, write) of what changes which kernel an op picks
+    torch_pytree,  # torch's module of trees, and its registry of containers
+    with_bits,  # a look at the same memory with these two flipped
+    without_module_trackers,  # take the global module hooks of torch's own observers away for a while
 )
 from remat.transforms.compat.aot import (
     above_all,  # let autograd and functorch work in the kernel of an op
@@ -133,24 +133,24 @@ from remat.transforms.compat.compiled_code import (
     uncompiled_calls,  # have compiled functions run as Python in this thread for a while
 )
 from remat.transforms.compat.fx import (
-    SUBGRAPH_CALL,
-    NodeSpan,
-    Template,
-    as_it_is,
-    described,
-    in_cuda_graphs,
-    is_inductor,
-    is_pure_node,
-    last_node,
-    lowered_once,
-    must_save,
-    nodes_of,
-    tagged,
-    tags,
-    traced,
-    tracer_at_work,
-    unmarked,
-    written_in,
+    SUBGRAPH_CALL,  # torch's operator on a subgraph, None where there is none
+    NodeSpan,  # the nodes that a tracer adds from the making of this on
+    Template,  # a stretch of a graph, as a function of some of the tensors that it reads
+    as_it_is,  # `tensor` as a value of the graph, which nothing that is written to it later changes
+    described,  # what the tracer's nodes depend on in these tensors
+    in_cuda_graphs,  # whether what is traced now runs in CUDA graphs
+    is_inductor,  # whether a backend is Inductor
+    is_pure_node,  # whether a node writes to nothing, so that a copy does the same
+    last_node,  # what the tracer has added last
+    lowered_once,  # whether a compiler is at work that lowers a subgraph once for all of its calls
+    must_save,  # keep the partitioner from computing a value of the graph again in the backward
+    nodes_of,  # the nodes of tensors in the graph that is being traced
+    tagged,  # within, nodes also bear these in their `meta["custom"]`
+    tags,  # what the nodes that a trace makes now bear in their `meta["custom"]`
+    traced,  # the tracer at work and the node of a tensor
+    tracer_at_work,  # the tracer that writes down what runs now, functionalized and on fake tensors
+    unmarked,  # the function that `torch.compiler.nested_compile_region` has marked
+    written_in,  # a graph with all calls of subgraphs written in
 )
 from remat.transforms.compat.generators import (
     CompactState,  # the state of a CPU generator, told by an earlier one
@@ -187,10 +187,8 @@ from remat.transforms.compat.modes import (
     traced_as_it_runs,  # whether make_fx writes down what runs now, and no compiler has asked for it
     uncompiled,  # a function of which Dynamo compiles no frame, nor of what it calls
     unseen,  # within, ops on `tensor` reach no dispatch mode
-    watched,  # whether hooks or a dispatch mode follow what runs here
-)
-from remat.transforms.compat.optimizers import (
     watch_fused_steps,  # tell of the parameters that a fused optimizer has written to
+    watched,  # whether hooks or a dispatch mode follow what runs here
 )
 from remat.transforms.compat.patches import (
     exchange,  # put something in the place of an attribute of torch

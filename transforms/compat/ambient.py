@@ -10,9 +10,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import (
-    Any,
-)
+from typing import Any
 
 import torch
 import torch.utils._device

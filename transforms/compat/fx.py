@@ -8,25 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import (
-    Iterable,
-    Iterator,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-)
-from typing import (
-    Any,
-)
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.fx import (
-    Graph,
-    GraphModule,
-    Node,
-    map_arg,
-)
+from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.utils._pytree import tree_leaves
 
 from remat.transforms.compat.aot import at_work

@@ -11,14 +11,14 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch._C import _autograd as _autograd_c
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._higher_order_ops.cond import cond_op
-from torch._ops import HigherOrderOperator as HigherOrderOperator  # torch has no public names for these
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._ops import _compute_keyset
@@ -284,3 +284,34 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     _aten.impl("mul.Scalar", _scaled_zero, "ZeroTensor")
     _aten.impl("add.Scalar", _shifted_zero, "ZeroTensor")
+
+# -- optimizers ------------------------------------------------------------------------------------------
+# Steps of torch's fused optimizers, which write to parameters and move no version counter.
+#
+# Private names of torch, each with its reason. Supported: torch 2.11 to 2.15.
+
+
+# What fused optimizers call, and what may be called by hand.
+_STEPS = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
+
+
+def watch_fused_steps(tell: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    """Have `tell` called with the parameters that a fused step has written to. To be called once.
+
+    `ADInplaceOrView` is the key at which torch counts writes up; these ops have no kernel there (2.13). In
+    code that Inductor compiles, no op is called and nothing is told.
+    """
+    for name in _STEPS:
+        packet: Any = getattr(torch.ops.aten, name, None)
+        for overload in ("default", "tensor_lr") if packet is not None else ():
+            if (op := getattr(packet, overload, None)) is not None:
+                _aten.impl(op.name().removeprefix("aten::"), _told(op, tell), "ADInplaceOrView")
+
+
+def _told(op: Any, tell: Callable[[Sequence[torch.Tensor]], None]) -> Callable[..., None]:
+    def step(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            op(parameters, *args, **kwargs)
+        tell(parameters)
+
+    return step

@@ -13,15 +13,8 @@ where everything that the nodes depend on is known to be the same; all else is t
 from __future__ import annotations
 
 import weakref
-from collections.abc import (
-    Callable,
-    Hashable,
-    Sequence,
-)
-from typing import (
-    Any,
-    Protocol,
-)
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
@@ -41,18 +34,12 @@ from remat.transforms.compat import (
     tracer_at_work,
     unwrapped,
 )
-from remat.transforms.compat import (
-    tags as tags_now,
-)
+from remat.transforms.compat import tags as tags_now
 from remat.transforms.context import recordings
 from remat.transforms.offload import Elsewhere, copied_to_host, lane, to_device
 from remat.transforms.ops import Traits, tensors_in
 from remat.transforms.region import Region
-from remat.transforms.sharded import (
-    Wrapper,
-    local_tensors,
-    wraps,
-)
+from remat.transforms.sharded import Wrapper, local_tensors, wraps
 from remat.transforms.state import Ambient
 
 _library = torch.library.Library("remat", "FRAGMENT")

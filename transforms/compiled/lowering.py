@@ -12,26 +12,13 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import (
-    Any,
-)
+from typing import Any
 
 import torch
-from torch.fx import (
-    Graph,
-    Node,
-)
+from torch.fx import Graph, Node
 
 from remat.transforms.compat import (
     NodeSpan,

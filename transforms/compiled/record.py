@@ -14,12 +14,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import as_it_is, graph_memory, graph_storage, must_save
-from remat.transforms.compiled.barrier import (
-    Origins,
-    Sent,
-    fence_below,
-    snapshot,
-)
+from remat.transforms.compiled.barrier import Origins, Sent, fence_below, snapshot
 from remat.transforms.context import Mode, active, untracked
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Aliasing

@@ -6,18 +6,8 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Sequence,
-)
-from typing import (
-    Any,
-    NamedTuple,
-    TypeAlias,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -45,11 +35,7 @@ from remat.transforms.compat import (
     traced_as_it_runs,
     unwrapped,
 )
-from remat.transforms.context import (
-    active,
-    scoped,
-    untracked,
-)
+from remat.transforms.context import active, scoped, untracked
 from remat.transforms.errors import RematError
 from remat.transforms.objects import is_tensor
 from remat.transforms.ops import tensors_in

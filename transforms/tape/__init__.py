@@ -4,26 +4,24 @@ from remat.transforms.tape.follower import (
     TraceFollower,  # a recorder that expects the ops of an earlier tape
 )
 from remat.transforms.tape.kept_values import (
+    Kept,  # one tensor that a region keeps from its forward to its backward
     KeptValues,  # the part of a recorder that keeps values
-)
-from remat.transforms.tape.observers import (
-    Kept,
-    holders,
-    holds,
-    listen,
-    made_by,
-    noticing,
-    report,
+    holders,  # who holds tensors from outside, by weak references
+    holds,  # note one of them
+    listen,  # collect what the regions called inside keep, in a new list or whatever else has `append`
+    made_by,  # the blocks of memory of an op's results that are not those of its operands, with their keys
+    noticing,  # not empty once fused steps are watched
+    report,  # tell every listener of this thread of a kept tensor
 )
 from remat.transforms.tape.program import (
     Program,  # what of a tape has to run for some of the values that autograd saved
 )
 from remat.transforms.tape.reachability import (
-    Ends,
-    Reachability,
-    read_for_shape,
-    shapes_read,
-    standing_for,
+    Ends,  # the nodes that made the results of a forward, and those behind each
+    Reachability,  # the results of one forward with the autograd nodes behind each
+    read_for_shape,  # the saved values whose shape is all that their nodes read
+    shapes_read,  # the same of a run that is not on a tape
+    standing_for,  # what autograd gets for one: its shape, in the memory of one element
 )
 from remat.transforms.tape.recorder import (
     Recorder,  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
@@ -46,17 +44,17 @@ from remat.transforms.tape.snapshots import (
     versions_again,  # let writes be counted from where they were before a region's
 )
 from remat.transforms.tape.tape import (
-    OFFLOAD,
-    RECOMPUTE,
-    SAVE,
-    Needs,
-    Node,
-    Ref,
-    Stop,
-    Tape,
-    ValueNumbering,
-    holds_unseen,
-    map_tensors,
-    nodes_behind,
-    refs_in,
+    OFFLOAD,  # the verdict: keep in host memory
+    RECOMPUTE,  # the verdict: run again
+    SAVE,  # the verdict: keep
+    Needs,  # which ops of a tape run again for the values that a backward reads
+    Node,  # one op of a region
+    Ref,  # stands for a value in the template of a call
+    Stop,  # ends a recomputation once everything that was asked for is there
+    Tape,  # the ops of one run of a region
+    ValueNumbering,  # numbers of tensor objects
+    holds_unseen,  # whether a node may read tensors that no saved-tensor hook was told of
+    map_tensors,  # a function applied to the tensors of an op's results
+    nodes_behind,  # the autograd nodes behind some, with numbers from a start on
+    refs_in,  # the numbers in a template
 )

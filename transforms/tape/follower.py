@@ -7,24 +7,14 @@ those of the tape, what that teaches holds; a forward that leaves the tape is re
 from __future__ import annotations
 
 import weakref
-from collections.abc import (
-    Callable,
-    Iterable,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import (
-    Any,
-    NamedTuple,
-)
+from typing import Any, NamedTuple
 
 import torch
 
 from remat.transforms.compat import DispatchMode, function_modes_asked, functions_as_they_are, is_strided
-from remat.transforms.context import (
-    active,
-    untracked,
-)
+from remat.transforms.context import active, untracked
 from remat.transforms.ops import (
     Decisions,
     is_shape_arithmetic,
@@ -40,15 +30,7 @@ from remat.transforms.pytree import constants_alike
 from remat.transforms.state import first_draw
 from remat.transforms.tape.program import call_of
 from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.tape import (
-    RECOMPUTE,
-    Node,
-    Outside,
-    Ref,
-    Tape,
-    ValueNumbering,
-    refs_in,
-)
+from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Ref, Tape, ValueNumbering, refs_in
 
 _weak, _references = weakref.ref, weakref.getweakrefcount
 
@@ -86,7 +68,7 @@ class TraceFollower(Recorder):
 
     # In slots, as Python looks them up faster than so many entries of a dict.
     __slots__ = (
-        "_entered", "_kept_in", "_keys", "_memory", "_places", "_table", "_writes", "alive", "at", "casts",
+        "_entered", "_kept_in", "_keys", "_memory", "_places", "_table", "_writes", "at", "casts",
         "checks", "contents", "decisions", "digest", "expected", "expected_kept", "held", "keeps_decisions",
         "kept", "kept_bytes", "leaving", "make_selector", "moved", "named", "op_in_parent", "outside",
         "packs", "random", "selector", "shown", "sizes", "snapshots", "tape", "there",

@@ -23,16 +23,7 @@ from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import tensors_in, traits, updates
 from remat.transforms.placeholders import Meta
 from remat.transforms.tape.snapshots import handed_out
-from remat.transforms.tape.tape import (
-    KEPT,
-    RUN,
-    SKIP,
-    Needs,
-    Node,
-    Ref,
-    Tape,
-    refs_in,
-)
+from remat.transforms.tape.tape import KEPT, RUN, SKIP, Needs, Node, Ref, Tape, refs_in
 
 Values = dict[int, Any]
 _at = attrgetter("at")

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import (
-    Sequence,
-)
-from typing import (
-    Any,
-    NamedTuple,
-)
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat import (
-    dual_level_open,
-    engine_runs,
-    memory_is_real,
-    running_node,
-)
-from remat.transforms.context import (
-    node_of,
-)
+from remat.transforms.compat import dual_level_open, engine_runs, memory_is_real, running_node
+from remat.transforms.context import node_of
 from remat.transforms.ops import traits, updates
 from remat.transforms.placeholders import Meta
-from remat.transforms.tape.tape import (
-    Tape,
-    nodes_behind,
-)
+from remat.transforms.tape.tape import Tape, nodes_behind
 
 
 class Ends(NamedTuple):

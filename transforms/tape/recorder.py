@@ -49,11 +49,7 @@ from remat.transforms.placeholders import Meta, without_objects
 from remat.transforms.sharded import wraps
 from remat.transforms.state import GeneratorState, first_draw
 from remat.transforms.tape.kept_values import OWN_DRAWS, KeptValues
-from remat.transforms.tape.snapshots import (
-    Contents,
-    Snapshot,
-    memory_around,
-)
+from remat.transforms.tape.snapshots import Contents, Snapshot, memory_around
 from remat.transforms.tape.tape import (
     RECOMPUTE,
     SAVE,

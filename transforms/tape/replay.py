@@ -9,19 +9,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import (
-    TYPE_CHECKING,
-    Any,
-)
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,7 +37,7 @@ from remat.transforms.ops import (
 )
 from remat.transforms.placeholders import stand_in, without_objects
 from remat.transforms.state import RandomState, drawing_again, same_numbers
-from remat.transforms.tape.observers import holds
+from remat.transforms.tape.kept_values import holds
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.snapshots import (
@@ -59,16 +49,7 @@ from remat.transforms.tape.snapshots import (
     sent_away,
     versions_again,
 )
-from remat.transforms.tape.tape import (
-    KEPT,
-    SKIP,
-    Needs,
-    Node,
-    Tape,
-    let_go,
-    pairs,
-    same_constants,
-)
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, let_go, pairs, same_constants
 
 if TYPE_CHECKING:
     from remat.transforms.region import Region

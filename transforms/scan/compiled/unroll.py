@@ -9,14 +9,9 @@ the ops that made them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import (
-    Callable,
-    Sequence,
-)
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import (
-    Any,
-)
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -42,15 +37,8 @@ from remat.transforms.compiled import (
     is_view,
 )
 from remat.transforms.context import scoped
-from remat.transforms.ops import (
-    tensors_in,
-    traits,
-)
-from remat.transforms.scan.spec import (
-    Leaves,
-    Step,
-    Tensors,
-)
+from remat.transforms.ops import tensors_in, traits
+from remat.transforms.scan.spec import Leaves, Step, Tensors
 from remat.transforms.scan.vjp import pull
 from remat.transforms.tape import OFFLOAD, SAVE, Recorder, Tape
 
