@@ -7,9 +7,9 @@ from remat.transforms.scan import spec  # where a scan sends carries to the host
 from remat.transforms.scan.compiled.unroll import UnrolledStep  # graphs of blocks of steps, before they run
 from remat.transforms.scan.instructions import Advance, Restore, Reverse, Store, with_notice  # of a schedule
 from remat.transforms.scan.traced import entry  # scans in graphs; how many steps are a block
-from remat.transforms.state import prints_of  # what says whether a step gave the same numbers
+from remat.transforms.state import fingerprints_of  # what says whether a step gave the same numbers
 
 __all__ = [
     "Advance", "Restore", "Reverse", "Store", "UnrolledStep", "default_slots", "entry",
-    "is_batched", "prints_of", "spec", "to_host", "with_notice",
+    "is_batched", "fingerprints_of", "spec", "to_host", "with_notice",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 
 from remat import RematError, remat, save_matmuls, scan_remat
 from tests.helpers import crossed
-from tests.scan.inside import prints_of
+from tests.scan.inside import fingerprints_of
 
 
 class Holder:
@@ -166,5 +166,5 @@ def test_zeros_that_take_no_memory_are_compared() -> None:
     """Derivatives of derivatives hand them to steps, and `tolist` refuses them."""
     zeros, ones = (value.expand(3, 4) for value in (torch.zeros(()), torch.ones(())))
     nothing = torch._efficientzerotensor((3, 4))  # pyright: ignore[reportPrivateImportUsage]
-    (found,), (same,), (other,) = map(prints_of, ([nothing], [zeros], [ones]))
+    (found,), (same,), (other,) = map(fingerprints_of, ([nothing], [zeros], [ones]))
     assert found.read() == same.read() != other.read()

@@ -107,7 +107,7 @@ class Bindings:
             if other is not tensor and not _is_sharded(tensor) and not _is_sharded(other)
         ]
 
-    def put_back(self) -> None:
+    def restore_state(self) -> None:
         """Let the modules hold what they held."""
         hold(self.changed())
 

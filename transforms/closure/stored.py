@@ -215,7 +215,7 @@ class Stored:
         """
         found = anew(reached(roots), self.before)
         found += [t for t in returned if _carries(t) and all(t is not other for other in found)]
-        self.bindings.put_back()
+        self.bindings.restore_state()
         self.before, self.bindings = {}, Bindings(())
         if [tuple(t.shape) for t in found] == [shape for shape, _, _ in self.like]:
             return found

@@ -139,7 +139,7 @@ class GraphLowering:
             else:
                 made = run()
         if isinstance(body, PullBack) and plain:
-            made = parts(made, [record.operands[i] for i in body.mask])
+            made = isolate_shared_gradients(made, [record.operands[i] for i in body.mask])
         turn.done(made, [value.fetched for value in record.sent() if value.fetched is not None])
         return made
 
@@ -623,7 +623,7 @@ def given_to(operands: Tensors, calls: int = 1) -> None:
             _calls.setdefault(at[0], Counter())[at[1]] += calls
 
 
-def parts(gradients: Tensors, operands: Tensors) -> tuple[torch.Tensor, ...]:
+def isolate_shared_gradients(gradients: Tensors, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Gradients of a call's operands, each in memory of its own if another call's will be added to it.
 
     Compilers compute a sum over rows, such as a bias has for its gradient, in the kernel that adds it to

@@ -80,9 +80,9 @@ from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_again
 from remat.transforms.tape import (
     Held,
-    Needs,
     Program,
     Reachability,
+    RecomputeSteps,
     Recorder,
     Tape,
     TraceFollower,
@@ -319,7 +319,7 @@ class Frame(Packer):
         for handle, tensor in self.late.items():
             handle.value = Held(tensor, self.region.name, users(self.inputs.hooks))
         first = min([handle.at for handle in self.late])
-        del self.tape.packed[first:], self.tape.owners[first:]
+        del self.tape.saved_values[first:], self.tape.owners[first:]
 
     def lesson(self) -> CachedTrace | None:
         """What this forward tells of the next call with the same signature, None if nothing."""
@@ -424,7 +424,7 @@ class Frame(Packer):
         task = graph_task()
         if at not in self.values or (task != self.task and not resumed(self, task, at)):
             if at in self.hollow:
-                meta = self.tape.meta_of(self.tape.packed[at][0])
+                meta = self.tape.meta_of(self.tape.saved_values[at][0])
                 return untracked(standing_for, meta, self.shapes.get(at, meta[0]))
             self._fill(at, task)
         # A recorded backward and the one it was recorded from may both read it in one pass.
@@ -461,7 +461,7 @@ class Frame(Packer):
             if self.kept and graph_task() != -1 and not graph_kept():
                 # They go as autograd's own do. Should one be asked for again after all, all ops run.
                 self.kept = {}
-                needs = Needs(self.tape, range(len(self.tape.nodes)), {})
+                needs = RecomputeSteps(self.tape, range(len(self.tape.nodes)), {})
                 self.rerun = Rerun(needs, self.rerun.absent, self.rerun.prints)
             return
         program = self.program
@@ -527,12 +527,12 @@ class Frame(Packer):
     def rests(self, i: int, value: torch.Tensor) -> bool:
         """Whether saved value `i`, which was made again, serves another pass: a backward of the user's may
         have written to it."""
-        outside = self.tape.root_of(self.tape.packed[i][0]) < 0
+        outside = self.tape.root_of(self.tape.saved_values[i][0]) < 0
         return self.is_held(i) and (outside or version_of(value) == 0)
 
     def _program_for(self, wanted: list[int]) -> Program:
         wanted = [i for i in wanted if i not in self.direct]
-        return Program(self.tape, Needs(self.tape, self.tape.sources_of(wanted), self.kept), wanted)
+        return Program(self.tape, RecomputeSteps(self.tape, self.tape.sources_of(wanted), self.kept), wanted)
 
     def _spends(self) -> bool:
         """Whether kept values go as they are read, like autograd's own saved values.

@@ -152,13 +152,13 @@ class LevelInputs(Inputs):
             RandomState(self.tensors, own=reach),
         )
 
-    def put_back(self, recorder: Recorder | None) -> None:
+    def restore_state(self, recorder: Recorder | None) -> None:
         """Let the world be as it was before the forward that `recorder` has watched."""
         if self.undo is not None:
-            self.undo[0].put_back()
+            self.undo[0].restore_state()
         if recorder is not None:
             with torch.no_grad(), below_levels():
-                recorder.put_back()
+                recorder.restore_state()
         if self.undo is not None:
             self.undo[1].restore()
 

@@ -20,9 +20,9 @@ from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import Operands, memory_of, storage
 from remat.transforms.pytree import flatten
 from remat.transforms.region import recomputing
-from remat.transforms.state import Called, Print, alike, drawing_again, prints_of, same_numbers
+from remat.transforms.state import Called, Fingerprint, alike, drawing_again, fingerprints_of, same_numbers
 from remat.transforms.tape import (
-    Needs,
+    RecomputeSteps,
     Replay,
     Stop,
     but_written,
@@ -46,7 +46,7 @@ class Rerun:
 
     __slots__ = ("absent", "count", "frame", "lent", "needs", "prints", "replay", "values")
 
-    def __init__(self, needs: Needs, absent: Any, prints: list[Print] | None) -> None:
+    def __init__(self, needs: RecomputeSteps, absent: Any, prints: list[Fingerprint] | None) -> None:
         self.needs, self.absent, self.prints = needs, absent, prints
         # Only while it runs: the frame holds this, and what it holds must go when autograd lets it go.
         self.frame: Any = None
@@ -64,7 +64,7 @@ class Rerun:
         frame = self.frame
         if frame is None or frame.tape.loose or (self.replay is not None and self.replay.astray):
             return False
-        return self.count == len(frame.tape.packed) and not frame.inner
+        return self.count == len(frame.tape.saved_values) and not frame.inner
 
     def run(self, frame: Frame) -> dict[int, torch.Tensor]:
         """All saved values, by their numbers."""
@@ -109,12 +109,12 @@ class Rerun:
             pass
         finally:
             frame.inner, self.replay = inner, None
-            stored.put_back()
+            stored.restore_state()
         values, self.values = self.values, {}
         count, self.count = self.count, -1
-        if count < len(frame.tape.packed):
+        if count < len(frame.tape.saved_values):
             raise self._differs(
-                f"it packed fewer values for the backward than the {len(frame.tape.packed)} of it"
+                f"it packed fewer values for the backward than the {len(frame.tape.saved_values)} of it"
             )
         return values
 
@@ -158,10 +158,10 @@ class Rerun:
         needs, kept = self.needs, frame.kept
         if kept and (sound := but_written(kept, tape)) is not None:
             # The caller has written to a result that is kept: its op runs again.
-            needs, kept = Needs(tape, range(len(tape.nodes)), sound), sound
+            needs, kept = RecomputeSteps(tape, range(len(tape.nodes)), sound), sound
         if self._fetches:
             # Should its ops be others from some point on, nothing before that may have been left out.
-            needs = Needs(tape, range(len(tape.nodes)), kept)
+            needs = RecomputeSteps(tape, range(len(tape.nodes)), kept)
         replay = Replay(
             tape,
             needs,
@@ -198,7 +198,7 @@ class Rerun:
             pop_hooks()
             set_grad_enabled(graded)
         casts = self.frame.inputs.ambient.casts
-        if self.prints is not None and not alike(self.prints, prints_of(flatten(out)[0]), casts):
+        if self.prints is not None and not alike(self.prints, fingerprints_of(flatten(out)[0]), casts):
             raise self._differs("it returned other numbers")
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -207,8 +207,8 @@ class Rerun:
         if self.frame.inner and self._made_inside(tensor, at):
             return tensor
         self.count += 1
-        if at >= len(tape.packed):
-            raise self._differs(f"it packs more than the {len(tape.packed)} values of the forward")
+        if at >= len(tape.saved_values):
+            raise self._differs(f"it packs more than the {len(tape.saved_values)} values of the forward")
         # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
         with unseen(tensor):
             alias = tensor.detach()
@@ -223,7 +223,7 @@ class Rerun:
 
     def _made_inside(self, tensor: torch.Tensor, at: int) -> bool:
         """Whether a region inside now holds what it has made itself in the forward: a cache has it since."""
-        number, packed = self.absent().number_of(tensor), self.frame.tape.packed
+        number, packed = self.absent().number_of(tensor), self.frame.tape.saved_values
         return number is not None and (at >= len(packed) or packed[at][0] != number)
 
     def _check(self, at: int, tensor: torch.Tensor) -> None:
@@ -231,9 +231,14 @@ class Rerun:
             return
         own = not self.frame.inner  # what regions inside hand over comes when they end
         ops = self.replay
-        if own and ops is not None and not ops.astray and not ops.has_run(self.frame.tape.packed[at][1]):
+        if (
+            own
+            and ops is not None
+            and not ops.astray
+            and not ops.has_run(self.frame.tape.saved_values[at][1])
+        ):
             raise self._differs(f"value {at} that it packs for the backward comes after other ops")
-        shape, _, dtype, device = self.frame.tape.meta_of(self.frame.tape.packed[at][0])
+        shape, _, dtype, device = self.frame.tape.meta_of(self.frame.tape.saved_values[at][0])
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
             now = f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
             then = f"{dtype}{list(shape)} on {device}"

@@ -154,7 +154,7 @@ def check_shapes(tape: Tape, shapes: dict[int, torch.Size], values: dict[int, to
     for place, shape in shapes.items():
         made = values.get(place)
         if made is not None and made.shape != shape:
-            number = tape.packed[place][0]
+            number = tape.saved_values[place][0]
             op = tape.say(tape.makers[number]) if number >= 0 else "a tensor from outside"
             what = f"{op} made {list(shape)} in the forward and now {list(made.shape)}"
             raise RematError(not_repeated(tape.region, what))

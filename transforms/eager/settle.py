@@ -19,13 +19,13 @@ from remat.transforms.offload import held_tensors
 from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import flatten, split
 from remat.transforms.sharded import local_tensors, placements_of
-from remat.transforms.state import Print, held_states, prints_of
+from remat.transforms.state import Fingerprint, fingerprints_of, held_states
 from remat.transforms.tape import (
     Held,
     Kept,
-    Needs,
     Program,
     Reachability,
+    RecomputeSteps,
     Recorder,
     Replaced,
     held_values,
@@ -60,7 +60,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     elif needs.must_rerun:
         # The function is to run again: hold all arguments, and what stands for ops that can be told again.
         if tape.loose:
-            needs = Needs(tape, range(len(tape.nodes)), {})
+            needs = RecomputeSteps(tape, range(len(tape.nodes)), {})
         else:
             frame.kept = dict(sorted(recorder.kept.items()))
         # What it writes to is found again as it was, whether or not an op that is needed reads that.
@@ -86,13 +86,13 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         report_frame(frame, recorder)
 
 
-def _needed(frame: Any, recorder: Recorder, outs: list[torch.Tensor]) -> tuple[list[int], Needs]:
+def _needed(frame: Any, recorder: Recorder, outs: list[torch.Tensor]) -> tuple[list[int], RecomputeSteps]:
     tape = frame.tape
-    frame.dead = frozenset([i for i in range(len(tape.packed)) if not frame.is_held(i)])
+    frame.dead = frozenset([i for i in range(len(tape.saved_values)) if not frame.is_held(i)])
     frame.hollow = read_for_shape(tape, outs, frame.start) - frame.dead
     frame.direct = steady(tape.direct(), recorder)
     wanted = computed(frame)
-    return wanted, Needs(tape, tape.sources_of(wanted), recorder.kept)
+    return wanted, RecomputeSteps(tape, tape.sources_of(wanted), recorder.kept)
 
 
 def note_tables(frame: Any, recorder: Recorder) -> None:
@@ -114,11 +114,11 @@ def _tables(recorder: Recorder) -> list[bool]:
     return found
 
 
-def _prints(frame: Any, recorder: Recorder, out: Any) -> list[Print] | None:
+def _prints(frame: Any, recorder: Recorder, out: Any) -> list[Fingerprint] | None:
     """What a second run is compared by where its ops are not; None where it may return other numbers."""
     unlike = bool(frame.tape.loose or frame.replaced or frame.freed)
     compared = unlike and frame.region.compares_results(bool(recorder.random))
-    return prints_of(flatten(out)[0]) if compared else None
+    return fingerprints_of(flatten(out)[0]) if compared else None
 
 
 def broken_off(frame: Any, recorder: Recorder, error: BaseException) -> None:
@@ -164,7 +164,7 @@ def steady(direct: dict[int, int], recorder: Recorder) -> dict[int, int]:
 def computed(frame: Any) -> list[int]:
     """The saved values that have to be made again: not those from outside, nor what nobody reads."""
     others = frame.direct.keys() | frame.dead | frame.hollow
-    return [i for i in range(len(frame.tape.packed)) if i not in others]
+    return [i for i in range(len(frame.tape.saved_values)) if i not in others]
 
 
 def _prefers_residuals(frame: Any, recorder: Recorder, held: set[int]) -> bool:
@@ -175,7 +175,9 @@ def _prefers_residuals(frame: Any, recorder: Recorder, held: set[int]) -> bool:
         return False
     # What lies in memory that the region writes to is another value by the next call.
     tape = frame.tape
-    if recorder.snapshots and any(tape.root_of(number) in recorder.snapshots for number, _ in tape.packed):
+    if recorder.snapshots and any(
+        tape.root_of(number) in recorder.snapshots for number, _ in tape.saved_values
+    ):
         return False
     needed = [tensor for at in held if (tensor := recorder.outside[at]) not in tables]
     residuals.leave(frame.hollow)
@@ -263,7 +265,7 @@ def report_frame(frame: Any, recorder: Recorder) -> None:
         handle = None if ref is None else ref()
         if handle is None or handle.value is None:
             continue
-        number, _ = tape.packed[i]
+        number, _ = tape.saved_values[i]
         root = tape.root_of(number)
         node = nodes[root] if root >= 0 else None
         made = nodes[tape.makers[number]] if number >= 0 else None
@@ -284,7 +286,7 @@ def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:
     recorder.tell_saved()
     frame.tape = tape = recorder.tape
     frame.direct = steady(tape.direct(), recorder)
-    number, position = tape.packed[at]
+    number, position = tape.saved_values[at]
     overwritten = tape.last_write.get(tape.root_of(number), -1) >= position
     overwritten = overwritten or (number < 0 and at not in frame.direct)
     living: torch.Tensor | None = None
@@ -311,7 +313,7 @@ def _partly(frame: Any, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
     """What was saved so far and may still be asked for."""
     tape = frame.tape
     wanted = [i for i in computed(frame) if i == at or frame.is_held(i)]
-    needs = Needs(tape, tape.sources_of(wanted), recorder.kept)
+    needs = RecomputeSteps(tape, tape.sources_of(wanted), recorder.kept)
     if needs.must_rerun:
         raise RematError(
             f"region {frame.region.name!r} runs a backward pass inside, of values that no op has made "

@@ -309,7 +309,7 @@ def _run_leveled(
     except Unserved:
         region.cache.unframed = True
         _leave_out(begun)
-        inputs.put_back(frame.watcher)
+        inputs.restore_state(frame.watcher)
         return _run_primitive(region, args, kwargs)
     if key is not None and (known is None or frame.tape is not known.tape):
         region.learn(key, known, frame)
@@ -367,7 +367,7 @@ def _as_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any])
         _leave_out(begun)
         # What the broken-off run wrote to memory is written again, and what it drew is drawn again. What
         # generators were before the call comes last: the watch knows them from a draw, after a seed.
-        attempt.put_back(watches)
+        attempt.restore_state(watches)
         random.restore()
     raise RematError(changing(region.name))
 
@@ -435,12 +435,12 @@ class FlatCall:
         # The operands that the function is given copies of, as it writes derivatives into them.
         self.copied = self._apart(region.cache.copied, reach)
 
-    def put_back(self, watches: list[Any]) -> None:
+    def restore_state(self, watches: list[Any]) -> None:
         """Undo what a run that was broken off has written; `watches` have noted that, the innermost last."""
-        self.bindings.put_back()
+        self.bindings.restore_state()
         with torch.no_grad(), below_levels(), functions_as_they_are():
             for watch in reversed(watches):
-                watch.put_back()
+                watch.restore_state()
 
     def __call__(self) -> Any:
         with labelled("forward", self.region.name):

@@ -24,13 +24,13 @@ from remat.transforms.compat import (
 from remat.transforms.context import untracked
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.functorch.primitive import Family
-from remat.transforms.state import Print, alike, prints_of
+from remat.transforms.state import Fingerprint, alike, fingerprints_of
 from remat.transforms.tape import Recorded
 
 # Which derivative a tensor is: the forward-mode levels whose tangent it is, counted from the innermost.
 Order = tuple[int, ...]
 Parts = dict[Order, Sequence[torch.Tensor | None]]
-Prints = dict[Order, list[Print | None]]
+Prints = dict[Order, list[Fingerprint | None]]
 
 
 class Results:
@@ -104,13 +104,13 @@ def _lowered(tensors: Sequence[torch.Tensor | None], number: int) -> list[torch.
     return [None if t is None else unwrap_for_grad(t, number) for t in tensors]
 
 
-def _print(tensor: torch.Tensor | None) -> Print | None:
+def _print(tensor: torch.Tensor | None) -> Fingerprint | None:
     """That of a float tensor with numbers; a tangent known to be zero has no memory."""
     if tensor is None or tensor._is_zerotensor():
         return None
-    return next(iter(prints_of([tensor])), None)
+    return next(iter(fingerprints_of([tensor])), None)
 
 
-def _zero(like: Print | None) -> Print:
+def _zero(like: Fingerprint | None) -> Fingerprint:
     assert like is not None
-    return Print(like.shape, like.dtype, 0.0, [0.0] * len(like.some))
+    return Fingerprint(like.shape, like.dtype, 0.0, [0.0] * len(like.some))

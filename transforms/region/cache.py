@@ -59,7 +59,7 @@ class CachedTrace:
         key = (
             tape.region,
             ops,
-            len(tape.packed),
+            len(tape.saved_values),
             self.kept,
             self.held,
             self.dead,

@@ -34,7 +34,7 @@ from remat.transforms.scan.spec import (
 )
 from remat.transforms.scan.vjp import Pull, by_func
 from remat.transforms.sharded import PLAIN
-from remat.transforms.state import Print, alike, prints_of
+from remat.transforms.state import Fingerprint, alike, fingerprints_of
 from remat.transforms.tape import holders, holds, noticing
 
 
@@ -58,7 +58,7 @@ class _Backward:
         self.tapes = scan.record.tapes
         self.run: Any = outside_batched_grads()(with_step_note) if batched_grads_around() else with_step_note
         self.coming: dict[int, Coming] = {}
-        self.again: dict[int, list[Print]] = {}
+        self.again: dict[int, list[Fingerprint]] = {}
         self.pull = Pull(self.consts, self.needs, scan.over, by_func(flat))
         if self.blocks is not None:
             self.xs = dense(self.xs)
@@ -156,7 +156,7 @@ class _Backward:
     def _step(self, k: int, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         carry, ys = self.run(self.scan, k, consts, carry, x)
         if k + 1 in self.scan.record.seen:
-            self.again[k + 1] = prints_of([*carry, *ys] if k + 1 == self.scan.length else carry)
+            self.again[k + 1] = fingerprints_of([*carry, *ys] if k + 1 == self.scan.length else carry)
         return carry, ys
 
     def _rows(self, xs: Tensors, start: int, stop: int) -> Sequence[Sequence[torch.Tensor]]:
@@ -308,7 +308,7 @@ def pull_back(
 # -- what a forward and a backward must have alike --------------------------------------------------------
 
 
-def check_seen(scan: Scan, again: dict[int, list[Print]]) -> None:
+def check_seen(scan: Scan, again: dict[int, list[Fingerprint]]) -> None:
     """Raise if steps that were evaluated again had other results than in the forward.
 
     So is noticed that what a step reads beside its operands has changed.

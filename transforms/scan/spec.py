@@ -25,7 +25,7 @@ from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.ops import memory_of
 from remat.transforms.pytree import Spec, flatten, merge, smooth
 from remat.transforms.scan.instructions import Schedule
-from remat.transforms.state import Ambient, Print, RandomState, refuse_traced_draws
+from remat.transforms.state import Ambient, Fingerprint, RandomState, refuse_traced_draws
 from remat.transforms.tape import Kept, report
 
 Tensors = Sequence[torch.Tensor]
@@ -127,7 +127,7 @@ class Record:
     final: Leaves = field(default_factory=list)
     made: tuple[torch.Tensor, ...] | None = None  # the results, where the forward ran before its node
     compared: bool = False  # whether a backward may come, which is to find the numbers of the forward again
-    seen: dict[int, list[Print]] = field(default_factory=dict)  # by the number of steps done
+    seen: dict[int, list[Fingerprint]] = field(default_factory=dict)  # by the number of steps done
 
     def begin(self) -> None:
         """Forget what a run has left, as another one begins."""

@@ -353,7 +353,7 @@ class in_backward:  # a class, since every step of a scan enters it
 # -- what two runs must have alike ----------------------------------------------------------------------
 
 
-class Print(NamedTuple):
+class Fingerprint(NamedTuple):
     """What is compared of a float tensor: norm and some elements; a GPU keeps them until they are read."""
 
     shape: torch.Size
@@ -367,19 +367,19 @@ class Print(NamedTuple):
         return float(self.norm) / math.sqrt(max(1, math.prod(self.shape))), some
 
 
-def prints_of(tensors: Sequence[Any]) -> list[Print]:
+def fingerprints_of(tensors: Sequence[Any]) -> list[Fingerprint]:
     """Those of float tensors that have numbers in plain memory."""
     watched = modes_active() or in_transform() or function_modes()
     given = [t for t in tensors if is_tensor(t)]
     if not watched:
-        return [_print_of(t) for t in given if _has_numbers(t)]
+        return [_fingerprint_of(t) for t in given if _has_numbers(t)]
     with outside_all_modes(), functions_as_they_are():
-        return [_print_of(t) for t in map(unwrapped, given) if _has_numbers(t)]
+        return [_fingerprint_of(t) for t in map(unwrapped, given) if _has_numbers(t)]
 
 
-def prints_here(tensors: Sequence[Any]) -> list[Print]:
-    """`prints_of`, but none in a recomputation that leaves ops out: these may stand in for values."""
-    return [] if any(mode.skipped for mode in active.stack) else prints_of(tensors)
+def fingerprints_here(tensors: Sequence[Any]) -> list[Fingerprint]:
+    """`fingerprints_of`, but none in a recomputation that leaves ops out: these may stand in for values."""
+    return [] if any(mode.skipped for mode in active.stack) else fingerprints_of(tensors)
 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
@@ -387,7 +387,7 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
     return plain and smooth(tensor) and not is_legacy_batched(tensor)
 
 
-def _print_of(tensor: torch.Tensor) -> Print:
+def _fingerprint_of(tensor: torch.Tensor) -> Fingerprint:
     plain = tensor.detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
@@ -395,10 +395,10 @@ def _print_of(tensor: torch.Tensor) -> Print:
     norm = torch.linalg.vector_norm(plain, dtype=torch.promote_types(plain.dtype, torch.float32))
     some = some.clone()  # of zeros that take no memory, too, which `tolist` refuses
     read = (norm.item(), some.tolist()) if plain.is_cpu else (norm, some)
-    return Print(tensor.shape, tensor.dtype, *read)
+    return Fingerprint(tensor.shape, tensor.dtype, *read)
 
 
-def alike(before: Sequence[Print], found: Sequence[Print], casts: bool) -> bool:
+def alike(before: Sequence[Fingerprint], found: Sequence[Fingerprint], casts: bool) -> bool:
     """Whether two runs had the same results, as far as prints tell.
 
     Kernels may differ in last bits between the runs, so the comparison allows for the square root of a
@@ -423,7 +423,7 @@ def same_numbers(tensor: torch.Tensor, other: torch.Tensor, casts: bool = False)
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
     if smooth(tensor):
-        return alike(prints_of([tensor]), prints_of([other]), casts)
+        return alike(fingerprints_of([tensor]), fingerprints_of([other]), casts)
     return tensor.layout is not torch.strided or torch.equal(tensor, other)
 
 

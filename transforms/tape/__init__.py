@@ -47,8 +47,8 @@ from remat.transforms.tape.tape import (
     OFFLOAD,  # the verdict: keep in host memory
     RECOMPUTE,  # the verdict: run again
     SAVE,  # the verdict: keep
-    Needs,  # which ops of a tape run again for the values that a backward reads
     Node,  # one op of a region
+    RecomputeSteps,  # which ops of a tape run again for the values that a backward reads
     Ref,  # stands for a value in the template of a call
     Stop,  # ends a recomputation once everything that was asked for is there
     Tape,  # the ops of one run of a region

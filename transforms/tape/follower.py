@@ -133,7 +133,7 @@ class TraceFollower(Recorder):
         return (
             expected is not None
             and self.at == len(expected.nodes)
-            and self.packs == len(expected.packed)
+            and self.packs == len(expected.saved_values)
             and self.named == len(expected.names)
             and self.kept.keys() >= self.expected_kept
         )
@@ -321,9 +321,9 @@ class TraceFollower(Recorder):
     def expects(self, tensor: torch.Tensor) -> bool:
         """Autograd saves `tensor`: whether the forward is still the one on the tape, and saved this too."""
         expected, at = self.expected, self.packs
-        if expected is None or at >= len(expected.packed):
+        if expected is None or at >= len(expected.saved_values):
             return False
-        number, position = expected.packed[at]
+        number, position = expected.saved_values[at]
         if position != self.at or (self.there[number]() is not tensor and not self._is(number, tensor)):
             return False
         self.packs = at + 1
@@ -332,7 +332,7 @@ class TraceFollower(Recorder):
     def pack(self, tensor: torch.Tensor, owner: int | None) -> int:
         if self.expects(tensor):
             assert self.expected is not None
-            return self.expected.packed[self.packs - 1][0]
+            return self.expected.saved_values[self.packs - 1][0]
         self.start_recording()
         return super().pack(tensor, owner)
 

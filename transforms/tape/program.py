@@ -23,7 +23,7 @@ from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import tensors_in, traits, updates
 from remat.transforms.placeholders import Meta
 from remat.transforms.tape.snapshots import handed_out
-from remat.transforms.tape.tape import KEPT, RUN, SKIP, Needs, Node, Ref, Tape, refs_in
+from remat.transforms.tape.tape import KEPT, RUN, SKIP, Node, RecomputeSteps, Ref, Tape, refs_in
 
 Values = dict[int, Any]
 _at = attrgetter("at")
@@ -67,7 +67,7 @@ class Program:
     Args:
         tape: of a forward whose ops tell all that was computed.
         needs: what runs, what is handed out.
-        wanted: the values to make, as positions in `tape.packed`.
+        wanted: the values to make, as positions in `tape.saved_values`.
 
     Attributes:
         outside: positions of the tensors from outside that it reads.
@@ -89,7 +89,7 @@ class Program:
         "tape",
     )
 
-    def __init__(self, tape: Tape, needs: Needs, wanted: Sequence[int]) -> None:
+    def __init__(self, tape: Tape, needs: RecomputeSteps, wanted: Sequence[int]) -> None:
         self.tape, self.copied = tape, needs.copied
         runs = [at for at, action in enumerate(needs.actions) if action == RUN]
         unread = _unread(tape, runs, wanted)
@@ -109,7 +109,7 @@ class Program:
         """What makes the same values where nothing is kept any more; made once, since an inner backward asks
         for it in each pass."""
         if self._unkept is None:
-            needs = Needs(self.tape, self.tape.sources_of(self._wanted), {})
+            needs = RecomputeSteps(self.tape, self.tape.sources_of(self._wanted), {})
             self._unkept = Program(self.tape, needs, self._wanted)
         return self._unkept
 
@@ -122,7 +122,7 @@ class Program:
             for root in tape.nodes[step.at].written if step.call else ():
                 writers.setdefault(root, []).append(step)
         for place in wanted:
-            number, position = tape.packed[place]
+            number, position = tape.saved_values[place]
             pair = (place, number)
             sources = [i for i in tape.sources(number, position) if i in makers]
             writes = writers.get(tape.root_of(number), ())
@@ -156,7 +156,8 @@ class Program:
         random: Mapping[int, Any],
         digest: Callable[[Any], Any] | None = None,
     ) -> dict[int, torch.Tensor]:
-        """The wanted values, by their positions in `tape.packed`. Runs below autograd, and turns grad mode.
+        """The wanted values, by their positions in `tape.saved_values`. Runs below autograd, and
+        turns grad mode.
 
         Args:
             outside: the tensors from outside that are read, by their positions.
@@ -236,10 +237,10 @@ def _unread(tape: Tape, runs: Iterable[int], wanted: Iterable[int]) -> set[int]:
     if not found:
         return found
     read = (n for node, own in zip(nodes, updated, strict=True) for n in node.reads() if n not in own)
-    return found.difference(map(tape.root_of, (*read, *[tape.packed[place][0] for place in wanted])))
+    return found.difference(map(tape.root_of, (*read, *[tape.saved_values[place][0] for place in wanted])))
 
 
-def _step(tape: Tape, needs: Needs, at: int, unread: set[int]) -> Step:
+def _step(tape: Tape, needs: RecomputeSteps, at: int, unread: set[int]) -> Step:
     node, step = tape.nodes[at], Step()
     step.at, step.before, step.after, step.gone = at, (), (), ()
     end = tape.nodes[at + 1].first if at + 1 < len(tape.nodes) else len(tape.makers)

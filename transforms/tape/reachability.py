@@ -135,7 +135,7 @@ def read_for_shape(tape: Tape, outs: Sequence[torch.Tensor], start: int) -> froz
     """
     if not (any([traits(node.op).name in _SAVING for node in tape.nodes]) and memory_is_real()):
         return frozenset()
-    saved = [(owner, tape.meta_of(tape.packed[at][0])) for at, owner in enumerate(tape.owners)]
+    saved = [(owner, tape.meta_of(tape.saved_values[at][0])) for at, owner in enumerate(tape.owners)]
     ops = [node.op for node in tape.nodes]
     return shapes_read(ops, outs, start, saved) | _statistics(tape, outs, start, saved)
 
@@ -146,7 +146,7 @@ def _statistics(
     """The running statistics that batch norms save which train: no derivative of them reads those."""
     found = [
         place
-        for place, (number, at) in enumerate(tape.packed)
+        for place, (number, at) in enumerate(tape.saved_values)
         if at < len(tape.nodes) and number in updates(traits((node := tape.nodes[at]).op), node.args)
     ]
     if not (_SHOWN and found):

@@ -177,7 +177,7 @@ class Recorder(KeptValues):
             known = self.contents.get(self.tape.root_of(number))
             if known is not None and known.known is not None:
                 self._tell(self.tape.root_of(number))
-        self.tape.packed.append((number, len(self.tape.nodes)))
+        self.tape.saved_values.append((number, len(self.tape.nodes)))
         self.tape.owners.append(owner)
         return number
 
@@ -282,7 +282,9 @@ class Recorder(KeptValues):
         node.root = self._root_of_results(at, facts, args, out)
         tape.nodes.append(node)
         if facts.saves_unwritten:
-            tape.packed = [(n, i + (i == at and tape.root_of(n) in node.written)) for n, i in tape.packed]
+            tape.saved_values = [
+                (n, i + (i == at and tape.root_of(n) in node.written)) for n, i in tape.saved_values
+            ]
         for root in node.written:
             tape.last_write[root] = at
             if root in self.contents and not untracked(self.contents[root].written):
@@ -532,7 +534,7 @@ class Recorder(KeptValues):
             found.append((tensor.detach(), before))
         return found
 
-    def put_back(self) -> None:
+    def restore_state(self) -> None:
         """Let memory from outside and generators be as before: the run was broken off, and begins again."""
         for state in reversed(self.random.values()):
             state.restore()
@@ -613,12 +615,12 @@ class Recorder(KeptValues):
         self.contents[root] = known
         known.known, tape.cacheable = held, False
         if not told:  # whatever was saved of it until now
-            tape.packed = [(n, at + 1 if tape.root_of(n) == root else i) for n, i in tape.packed]
+            tape.saved_values = [(n, at + 1 if tape.root_of(n) == root else i) for n, i in tape.saved_values]
 
     def tell_saved(self) -> None:
         """Note what others have filled memories with that autograd alone has read."""
         for root in [root for root, known in self.contents.items() if known.known is None]:
-            if any(self.tape.root_of(number) == root for number, _ in self.tape.packed):
+            if any(self.tape.root_of(number) == root for number, _ in self.tape.saved_values):
                 self._tell(root)
 
     def sets_again(self, tensor: torch.Tensor) -> None:

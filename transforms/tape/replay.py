@@ -49,7 +49,7 @@ from remat.transforms.tape.snapshots import (
     sent_away,
     versions_again,
 )
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, let_go, pairs, same_constants
+from remat.transforms.tape.tape import KEPT, SKIP, Node, RecomputeSteps, Tape, let_go, pairs, same_constants
 
 if TYPE_CHECKING:
     from remat.transforms.region import Region
@@ -77,7 +77,7 @@ class Replay(Mode):
     def __init__(
         self,
         tape: Tape,
-        needs: Needs,
+        needs: RecomputeSteps,
         kept: Mapping[int, Any],
         *,
         random: Mapping[int, Any],
@@ -292,15 +292,15 @@ class Recorded:
         given = let_go(recorder)
         if packed is not None and not tape.rerun_reason:
             wanted = {made for made, _ in packed} | _must_run(tape)
-            needs = Needs(tape, wanted, kept)
+            needs = RecomputeSteps(tape, wanted, kept)
             if stored := _stored(recorder, needs, outs):
-                needs = Needs(tape, wanted | stored, kept)
+                needs = RecomputeSteps(tape, wanted | stored, kept)
         else:
-            needs = Needs(tape, everything, kept)
+            needs = RecomputeSteps(tape, everything, kept)
         if any(given[at].ref() is None for at in needs.outside if at >= tape.arguments):
             # Made inside, by something that is no op: what it read is unknown.
             tape.rerun_reason = tape.rerun_reason or "it reads a tensor that no op has made"
-            needs = Needs(tape, everything, kept)
+            needs = RecomputeSteps(tape, everything, kept)
         self.needs = needs
         # The operands that the function writes to.
         arguments = enumerate(tape.outside[: tape.arguments])
@@ -329,18 +329,18 @@ class Recorded:
         """The storages of what it holds from outside."""
         yield from [g.storage for g in self.given.values() if g.memory() is not None]
 
-    def part(self, present: Sequence[int] | None) -> Needs:
+    def part(self, present: Sequence[int] | None) -> RecomputeSteps:
         """What a pull-back from the results at `present` needs; None for all of them."""
         if self.storages is None and self.kept and (sound := but_written(self.kept, self.tape)) is not None:
             # The caller has written to a result that is kept. All operands are there: its op runs again.
-            return Needs(self.tape, range(len(self.tape.nodes)), sound)
+            return RecomputeSteps(self.tape, range(len(self.tape.nodes)), sound)
         if self.reach is None or present is None or self.needs.must_rerun:
             return self.needs
         idle = self.reach.idle_without(present)
         if not idle:
             return self.needs
         wanted = {made for made, owner in self.packed if owner not in idle} | _must_run(self.tape)
-        return Needs(self.tape, wanted, self.kept)
+        return RecomputeSteps(self.tape, wanted, self.kept)
 
     def check_unwritten(self) -> None:
         """Raise when a tensor from outside that is read again was written to since the forward."""
@@ -353,7 +353,7 @@ class Recorded:
                 raise RematError(written(f"region {self.region.name!r}", tensor, name))
 
     @contextmanager
-    def surroundings(self, needs: Needs) -> Iterator[None]:
+    def surroundings(self, needs: RecomputeSteps) -> Iterator[None]:
         """Around a run of the function again: generators as they were, and what is kept on its way."""
         with ExitStack() as stack:
             unheld = self.region.name if self.tape.loose else None
@@ -376,7 +376,7 @@ class Recorded:
                 tensor = given.ref()
                 yield (octets(memory) if tensor is None else tensor), given.snapshot
 
-    def replay(self, needs: Needs, operands: Sequence[torch.Tensor]) -> Replay | None:
+    def replay(self, needs: RecomputeSteps, operands: Sequence[torch.Tensor]) -> Replay | None:
         """The mode under which the function runs again; None where its ops cannot be compared."""
         if self.tape.loose:
             return None
@@ -439,7 +439,7 @@ def _must_run(tape: Tape) -> set[int]:
     }
 
 
-def _stored(recorder: Recorder, needs: Needs, outs: Sequence[torch.Tensor]) -> set[int]:
+def _stored(recorder: Recorder, needs: RecomputeSteps, outs: Sequence[torch.Tensor]) -> set[int]:
     """Ops that nobody reads, with results that somebody holds, the region's own results aside."""
     tape = recorder.tape
     results = {recorder.number(t) for t in outs}

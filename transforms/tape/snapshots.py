@@ -217,7 +217,7 @@ class Snapshot:
             return False
         return not torch.equal(octets(memory), octets(self.memory))
 
-    def put_back(self, tensor: torch.Tensor) -> None:
+    def restore_state(self, tensor: torch.Tensor) -> None:
         """Let the memory of `tensor` hold what it held."""
         if self.size is not None:
             return
@@ -330,7 +330,7 @@ class WriteNotes(StrayWatch):
         self.operands, self.met = (), len(self.outside)
         return not self.knows(tensor) or key in self.memories
 
-    def put_back(self) -> None:
+    def restore_state(self) -> None:
         """Let memory from outside and generators be as before: the run was broken off, and begins again."""
         for state in reversed(self.random):
             state.restore()
@@ -395,7 +395,7 @@ def lent(pairs: Iterable[tuple[torch.Tensor, Snapshot]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for tensor, before in pairs:
             stack.enter_context(version_kept(tensor))
-            stack.callback(untracked, untracked(Snapshot, tensor).put_back, tensor)
-            untracked(before.put_back, tensor)
+            stack.callback(untracked, untracked(Snapshot, tensor).restore_state, tensor)
+            untracked(before.restore_state, tensor)
             set_version(tensor, before.version)
         yield

@@ -1,5 +1,5 @@
-"""The tape of a region's forward: its ops, numbered once. `Needs` says which of them a backward needs for the
-values that it reads, and `Reachability` for the results that it starts from.
+"""The tape of a region's forward: its ops, numbered once. `RecomputeSteps` says which of them a backward
+needs for the values that it reads, and `Reachability` for the results that it starts from.
 
 A tape is pure structure. It names values by number, and holds neither tensors nor user code, so that it may
 outlive the call that wrote it. `recorder.Recorder` writes a tape, or holds a later forward against one;
@@ -147,7 +147,7 @@ class Tape:
         makers: the op that made each value, by the value's number.
         outside: the tensors from outside in the order in which they were met, arguments first.
         arguments: how many of them are arguments.
-        packed: for each value that autograd saved its number, and how many ops had run by then.
+        saved_values: for each value that autograd saved its number, and how many ops had run by then.
         owners: for each of those the autograd node it was saved for, counted from the region's first; None
             where that is not certain.
         names: (value, name) for every `checkpoint_name`, in order.
@@ -177,7 +177,7 @@ class Tape:
         self.makers: list[int] = []
         self.outside: list[Outside] = []
         self.arguments = 0
-        self.packed: list[tuple[int, int]] = []
+        self.saved_values: list[tuple[int, int]] = []
         self.owners: list[int | None] = []
         self.names: list[tuple[int, str]] = []
         self.inner: list[tuple[int, int]] = []
@@ -223,7 +223,7 @@ class Tape:
 
     def sources_of(self, saved: Iterable[int]) -> set[int]:
         """The ops whose results these saved values are; none of those that are simply there."""
-        return {at for i in saved for at in self.sources(*self.packed[i])}
+        return {at for i in saved for at in self.sources(*self.saved_values[i])}
 
     def is_outside(self, number: int, position: int) -> bool:
         """Whether a saved value is simply there: from outside, and not written to by the region."""
@@ -231,7 +231,7 @@ class Tape:
 
     def direct(self) -> dict[int, int]:
         """The saved values that are simply there: for each the position of the tensor from outside."""
-        pairs = enumerate(self.packed)
+        pairs = enumerate(self.saved_values)
         return {i: -1 - number for i, (number, at) in pairs if self.is_outside(number, at)}
 
     def shares_alike(self, arguments: Sequence[torch.Tensor]) -> bool:
@@ -247,7 +247,7 @@ class Tape:
         last = self.nodes[count].first if count < len(self.nodes) else len(self.makers)
         made.makers, made.lent, made.offered = self.makers[:last], set(self.lent), set(self.offered)
         made.outside, made.checks = [], None
-        made.packed, made.owners = self.packed[:packed], self.owners[:packed]
+        made.saved_values, made.owners = self.saved_values[:packed], self.owners[:packed]
         made.names, made.inner = self.names[:names], [pair for pair in self.inner if pair[1] <= count]
         made.raw_accessed, made.decided = set(self.raw_accessed), {i for i in self.decided if i < count}
         made.last_write = {root: i for i, node in enumerate(made.nodes) for root in node.written}
@@ -283,7 +283,7 @@ def is_graded(tape: Tape, node: Node, facts: Traits, args: Any) -> bool:
     )
 
 
-class Needs:
+class RecomputeSteps:
     """Which ops of a tape run again, given the ops whose values the backward reads.
 
     Attributes:
@@ -400,7 +400,7 @@ def is_drawn_over(tape: Any, empty: int) -> bool:
             if node.op is not _DRAWS_OVER:
                 return False
             drawn = True
-    return drawn and all(tape.root_of(number) != empty for number, _ in tape.packed)
+    return drawn and all(tape.root_of(number) != empty for number, _ in tape.saved_values)
 
 
 def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:

@@ -270,7 +270,7 @@ class _Reading:
             else:
                 ops.append(self._op(at, len(ops), node))
         saved: dict[int, None] = {}
-        for number, position in self.tape.packed:
+        for number, position in self.tape.saved_values:
             writes = [v for at in self.tape.sources(number, position) for v in self.written.get(at, ())]
             saved |= dict.fromkeys([self.place[number], *writes])
         return Joint(tuple(ops), tuple(self.values), tuple(self.storages), tuple(saved), ())
