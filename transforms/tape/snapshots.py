@@ -309,7 +309,7 @@ class WriteNotes(StrayWatch):
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         super().__init__(known)
-        self.operands, self.met = known, 0
+        self.operands, self.asked = known, 0
         self.memories: set[int] = set()  # of what is from outside, as far as a write has asked
         self.before: dict[int, tuple[torch.Tensor, Snapshot]] = {}
         self.random: list[GeneratorState] = []
@@ -326,8 +326,8 @@ class WriteNotes(StrayWatch):
 
     def _is_outside(self, tensor: torch.Tensor, key: int) -> bool:
         # Each is looked at once: a function may write by thousands of slices.
-        self.memories.update(map(storage, (*self.operands, *self.outside[self.met :])))
-        self.operands, self.met = (), len(self.outside)
+        self.memories.update(map(storage, (*self.operands, *self.outside[self.asked :])))
+        self.operands, self.asked = (), len(self.outside)
         return not self.knows(tensor) or key in self.memories
 
     def restore_state(self) -> None:
