@@ -249,13 +249,7 @@ def tagged(tags: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     return annotate(tags) if tags else contextlib.nullcontext()
 
 
-# -- nested ----------------------------------------------------------------------------------------------
-# Private names of torch's operator on a subgraph, which Inductor lowers once for all of its calls.
-#
-# `torch.compiler.nested_compile_region` marks a function for it, and Dynamo writes a call of the operator.
-# Ours begin where regions are written out, below autograd, so torch's own rules for forward and backward of
-# such calls have no part in them. Kernels do not fuse across calls, so only what the user has marked is
-# called; other regions that are alike are copied. Tried on 2.13.0 (CPU).
+# -- torch's operator on a subgraph ------------------------------------------------------------------------
 
 
 try:
@@ -353,6 +347,11 @@ def _write(module: GraphModule, given: Sequence[Any], graph: Graph, attributes: 
 @dataclass
 class Subgraph:
     """A stretch of a graph as a graph of its own.
+
+    Inductor lowers it once for all of its calls. `torch.compiler.nested_compile_region` marks a function for
+    it, and Dynamo writes a call of the operator. Ours begin where regions are written out, below autograd, so
+    torch's own rules for forward and backward of such calls have no part in them. Kernels do not fuse across
+    calls, so only what the user has marked is called. Tried on 2.13.0 (CPU).
 
     Attributes:
         name: under which the graph around it knows it.

@@ -447,12 +447,7 @@ def named(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return give_name(tensor, name)
 
 
-# -- sent ------------------------------------------------------------------------------------------------
-# Kept values that a graph sends to host memory and fetches for the recomputation.
-#
-# A graph has one order. So the fetch of a region is put before the recomputation of the region that is
-# recomputed before it: as in eager, copies run beside what is computed (`offload.transfer`), one region
-# ahead.
+# -- kept values on the host ------------------------------------------------------------------------------
 
 
 # A CUDA graph holds no host memory, and its replay asks nobody whether a copy has arrived. (Inductor is told
@@ -522,7 +517,12 @@ def behind(value: torch.Tensor, first: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Sent(Elsewhere):
-    """A kept value that the graph copies to the host."""
+    """A kept value that the graph copies to the host.
+
+    A graph has one order. So the fetch of a region is put before the recomputation of the region that is
+    recomputed before it: as in eager, copies run beside what is computed (`offload.transfer`), one region
+    ahead.
+    """
 
     __slots__ = ("before", "device", "fetched", "host", "tensor")
 

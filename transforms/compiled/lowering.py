@@ -381,14 +381,7 @@ def _leaf(node: Node) -> Any:
     return UNKNOWN if drawn else None
 
 
-# -- turns -----------------------------------------------------------------------------------------------
-# When a graph's recomputations have their turn, beside autograd's order (`lowering.Turn`).
-#
-# A result of a region can be read in the backward outside of every region: by the gradient of a pooling
-# behind it. While other regions are recomputed it would be held for that. So its region is recomputed before
-# such a reader has its turn, which then reads what was recomputed.
-#
-# What a region has sent to the host is fetched before the recomputation that is traced before its own.
+# -- results that are read before their region's turn -------------------------------------------------------
 
 
 # The key under which a graph's nodes say which call of a region they recompute.
@@ -437,6 +430,12 @@ def ahead(graph: Graph, fetched: Sequence[Any], latest: PullSpan, made: Iterable
 
 class Late:
     """Nodes that read a region's results before its own pull-back has begun.
+
+    A result of a region can be read in the backward outside of every region: by the gradient of a pooling
+    behind it. While other regions are recomputed it would be held for that. So its region is recomputed
+    before such a reader has its turn, which then reads what was recomputed.
+
+    What a region has sent to the host is fetched before the recomputation that is traced before its own.
 
     Args:
         before: the pull-backs that were traced before.

@@ -343,14 +343,6 @@ def held_tensors(kept: Any) -> list[tuple[torch.Tensor, Any]]:
     return [*((away.host, away) for away in away_in(kept)), *((tensor, False) for tensor in tensors_in(kept))]
 
 
-# -- prefetch --------------------------------------------------------------------------------------------
-# Which kept values a backward fetches from the host, and when: one region ahead of the one that it reads.
-#
-# The backward meets regions in the reverse order of their forwards. When a region begins to read what it sent
-# away, the values of the forward that ended just before are fetched too. They arrive while the first region
-# computes.
-
-
 # -- the order of forwards ----------------------------------------------------------------------------
 
 
@@ -373,6 +365,10 @@ _order = _Order()
 
 class Store:
     """What one forward of a region sent away; made when it ends.
+
+    A backward fetches one region ahead of the one that it reads. It meets regions in the reverse order of
+    their forwards. When a region begins to read what it sent away, the values of the forward that ended just
+    before are fetched too. They arrive while the first region computes.
 
     Args:
         kept: what is kept of ops, by their numbers. It is looked at anew each time, for values go as the

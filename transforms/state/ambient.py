@@ -428,12 +428,6 @@ def same_numbers(tensor: torch.Tensor, other: torch.Tensor, casts: bool = False)
 
 
 # -- function modes --------------------------------------------------------------------------------------
-# The user's torch-function modes, where the engine runs the user's code.
-#
-# The engine's own work asks none of them. And the engine runs a function elsewhere than where it was called:
-# below the levels of torch.func, or at a level of its own. That shows at an `autograd.Function`. At a level
-# torch asks a mode about it as a whole, and runs it without modes; in plain autograd it asks nothing, and the
-# modes see what the Function calls. Here it goes as it would where the user's code was called.
 
 
 def user_modes() -> tuple[Any, ...]:
@@ -492,6 +486,14 @@ def under_levels() -> bool:
 class Called:
     """A function of the user's as the engine runs it: its torch functions ask those modes that they would ask
     where it was called, and about the same.
+
+    The user's torch-function modes, where the engine runs the user's code.
+
+    The engine's own work asks none of them. And the engine runs a function elsewhere than where it was
+    called: below the levels of torch.func, or at a level of its own. That shows at an `autograd.Function`. At
+    a level torch asks a mode about it as a whole, and runs it without modes; in plain autograd it asks
+    nothing, and the modes see what the Function calls. Here it goes as it would where the user's code was
+    called.
 
     Args:
         levels: what `under_levels` says there.

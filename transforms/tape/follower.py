@@ -439,18 +439,20 @@ def _is_plain(value: Any) -> bool:
 
 
 # -- so far ----------------------------------------------------------------------------------------------
-# A policy that is asked from the middle of a forward on: it is shown the ops so far.
-#
-# A plan is followed op by op, and would refuse the rest of a forward. And what a rank does not keep because
-# its call alone has left the trace, such as a collective's result, it would wait for in its backward, for
-# ever.
 
 
 Owner = Callable[[Node, torch.Tensor], "int | None"]
 
 
 def show_so_far(selector: Any, tape: Tape, owner: Owner) -> None:
-    """Let a selector see the ops so far with their names: it may count them, or bar looks at a value."""
+    """Let a selector see the ops so far with their names: it may count them, or bar looks at a value.
+
+    A policy that is asked from the middle of a forward on: it is shown the ops so far.
+
+    A plan is followed op by op, and would refuse the rest of a forward. And what a rank does not keep because
+    its call alone has left the trace, such as a collective's result, it would wait for in its backward, for
+    ever.
+    """
     names = dict[int, list[tuple[int, str]]]()
     for number, name in tape.names:
         names.setdefault(tape.makers[number], []).append((number, name))

@@ -82,13 +82,6 @@ def _behind(node: Any, start: int) -> frozenset[int]:
 
 
 # -- shapes ----------------------------------------------------------------------------------------------
-# Values that autograd saves for their shape alone. A stand-in of stride 0 serves the backward, so nothing is
-# kept or run again for them.
-#
-# torch's formulas ask a pooling's input for its sizes, and read no number of it. Which formulas do so is
-# known by trial: `tests/regions/only_shapes.py` puts NaN in the place of each saved value, and compares
-# derivatives of first and second order. What it has not shown for an op, dtype, device or version of torch
-# is kept.
 
 
 _VERSIONS, _DEVICES = ("2.13",), ("cpu",)
@@ -130,6 +123,14 @@ _SAVING = _OPS | {"native_batch_norm"}
 
 def read_for_shape(tape: Tape, outs: Sequence[torch.Tensor], start: int) -> frozenset[int]:
     """The saved values whose shape is all that the nodes behind `outs` read, by their places.
+
+    Values that autograd saves for their shape alone. A stand-in of stride 0 serves the backward, so nothing
+    is kept or run again for them.
+
+    torch's formulas ask a pooling's input for its sizes, and read no number of it. Which formulas do so is
+    known by trial: `tests/regions/only_shapes.py` puts NaN in the place of each saved value, and compares
+    derivatives of first and second order. What it has not shown for an op, dtype, device or version of torch
+    is kept.
 
     `start`: the number of the first node.
     """

@@ -55,14 +55,6 @@ from remat.transforms.scan.spec import Leaves, Record, Scan, ScanSpec, State, Te
 from remat.transforms.state import Ambient, RandomState, can_seed, device_kinds, draw, refuse_generator
 
 # -- custom op -------------------------------------------------------------------------------------------
-# A scan's forward and its pull-back as one opaque op each, for graphs of compilers.
-#
-# A compiler sees two ops, however many steps there are. When they run, they execute the schedule as in eager,
-# on steps that the same compiler compiled: one graph that runs a block of steps, one that pulls back through
-# it. Both are made at the first run, from the step as the levels around the scan have transformed it.
-#
-# The ops are functions of their operands. Random numbers come from seeds in xs. The kept carries are
-# results of the forward: one tensor of shape [carries, ...] for every tensor of the carry.
 
 _library = torch.library.Library("remat", "FRAGMENT")
 # They ask generators for their state, which a GPU refuses while a CUDA graph is captured.
@@ -81,6 +73,16 @@ _for_good: list[Entry] = []
 @dataclass
 class Opaque:
     """What makes a scan opaque: how its ops are called and its steps compiled.
+
+    A scan's forward and its pull-back as one opaque op each, for graphs of compilers.
+
+    A compiler sees two ops, however many steps there are. When they run, they execute the schedule as in
+    eager, on steps that the same compiler compiled: one graph that runs a block of steps, one that pulls back
+    through it. Both are made at the first run, from the step as the levels around the scan have transformed
+    it.
+
+    The ops are functions of their operands. Random numbers come from seeds in xs. The kept carries are
+    results of the forward: one tensor of shape [carries, ...] for every tensor of the carry.
 
     Attributes:
         name: how graphs show the scan.
