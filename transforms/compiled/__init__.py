@@ -5,8 +5,6 @@ from remat.transforms.compiled.barrier import (
     NAMED,  # the op that carries a name through a graph
     ONCE,  # the op of a value that is computed once in a graph
     VARIABLE,  # the op that marks what is differentiated by
-    GraphDedup,  # one call of a region
-    dedup_key,  # what two calls of regions have in common if one is a copy of the other but for its tensors
     give_name,  # `named` outside of Dynamo
     named,  # an alias of `tensor` that every recording in progress knows by `name`
 )
@@ -19,4 +17,8 @@ from remat.transforms.compiled.lowering import (
     before_products,  # let a wide activation be recomputed before its own gradient is
     constant_key,  # what values that depend on nothing have in common if they are the same
     is_view,  # whether a node is another look at its operand's memory
+)
+from remat.transforms.compiled.record import (
+    GraphDedup,  # one call of a region
+    dedup_key,  # what two calls of regions have in common if they differ in their tensors only
 )

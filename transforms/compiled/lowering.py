@@ -40,14 +40,11 @@ from remat.transforms.compiled.barrier import (
     ARRIVED,
     FENCE,
     ONCE,
-    UNKNOWN,
-    GraphDedup,
     behind,
     fence,
-    plain,
     snapshot,
 )
-from remat.transforms.compiled.record import GraphRecord, GraphReplay
+from remat.transforms.compiled.record import UNKNOWN, GraphDedup, GraphRecord, GraphReplay, plain
 from remat.transforms.context import ranks_met, recordings, untracked
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying

@@ -2,22 +2,39 @@
 
 Recording and replaying are those of eager, made simple: what nobody reads is dead code that the compiler
 drops, so nothing is skipped or freed here. Values that the selector keeps stay values of the graph.
+
+And what spares most of the work on a model of many equal blocks, if their function is marked for it: of
+regions that are alike the first one's graph becomes a subgraph, which is called for the others. So it is only
+where everything that the nodes depend on is known to be the same; all else is traced.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import as_it_is, graph_memory, graph_storage, must_save
-from remat.transforms.compiled.barrier import Origins, Sent, fence_below, snapshot
+from remat.transforms.compat import (
+    NodeSpan,
+    Template,
+    as_it_is,
+    depth,
+    described,
+    graph_memory,
+    graph_storage,
+    lowered_once,
+    must_save,
+    tracer_at_work,
+)
+from remat.transforms.compat import tags as tags_now
+from remat.transforms.compiled.barrier import ONCE, Origins, Sent, fence_below, snapshot
 from remat.transforms.context import Mode, active, untracked
 from remat.transforms.errors import RematError
-from remat.transforms.functorch import Aliasing
+from remat.transforms.functorch import Aliasing, PullBack
 from remat.transforms.offload import INPUT, Elsewhere
 from remat.transforms.ops import (
     Decisions,
@@ -30,7 +47,7 @@ from remat.transforms.ops import (
     traits,
 )
 from remat.transforms.region import Region
-from remat.transforms.state import can_seed, draw, new_seed, refuse_generator
+from remat.transforms.state import Ambient, can_seed, draw, new_seed, refuse_generator
 from remat.transforms.tape import (
     OFFLOAD,
     RECOMPUTE,
@@ -366,3 +383,158 @@ class GraphReplay(Mode):
             f"the recomputation of region {self.tape.region!r} does not repeat its forward in the traced "
             f"graph: {what}. Please report this as a bug in remat; policy=save_nothing compiles such regions."
         )
+
+
+# -- regions that are alike: the graph of the first is called ------------------------------------------------
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def dedup_key(region: Region, operands: Sequence[Any], ambient: Ambient) -> Hashable:
+    """What two calls of regions have in common if they differ in their tensors only. None if that cannot be
+    told: with regions inside, or with a policy that reads more than ops and shapes.
+    """
+    if (region.selector is not None and region.key is None) or not lowered_once():
+        return None
+    graph: Any = region.function
+    code = _code(graph.module)
+    rest = [None if isinstance(x, torch.Tensor) else plain(x, {}) for x in operands]
+    if code is None or any(x is UNKNOWN for x in rest):
+        return None
+    tags = plain(tags_now(), {})
+    around = (tuple(ambient.switches), ambient.autocast, ambient.modes)
+    levels = (graph.depth, depth())
+    found = (region.name, region.key, region.preserve_rng_state, code, tuple(rest), tags, around, levels)
+    return None if tags is UNKNOWN else found
+
+
+UNKNOWN = object()
+
+
+def _code(module: torch.fx.GraphModule) -> Hashable:
+    numbers: dict[torch.fx.Node, int] = {}
+    lines: list[Hashable] = []
+    for node in module.graph.nodes:
+        numbers[node] = len(numbers)
+        if node.op == "placeholder":
+            continue
+        custom = plain(node.meta.get("custom"), {})
+        args = plain((tuple(node.args), dict(node.kwargs)), numbers)
+        # Constants and graphs inside are not looked into.
+        if node.op in ("get_attr", "call_module") or args is UNKNOWN or custom is UNKNOWN:
+            return None
+        lines.append((node.op, node.target, args, custom, node.meta.get("stack_trace")))
+    return len(numbers), tuple(lines)
+
+
+def plain(value: Any, numbers: dict[torch.fx.Node, int]) -> Any:
+    """`value` as something that can be compared, `UNKNOWN` if it is neither plain nor made of such."""
+    kind = type(value)
+    if isinstance(value, torch.fx.Node):
+        return torch.fx.Node, numbers[value]
+    if isinstance(value, (tuple, list)):
+        parts = [plain(v, numbers) for v in value]
+    elif isinstance(value, dict):
+        parts = [plain(v, numbers) for pair in value.items() for v in pair]
+    elif isinstance(value, slice):
+        parts = [plain(v, numbers) for v in (value.start, value.stop, value.step)]
+    else:
+        # 0.0 and -0.0 are equal.
+        return (kind, repr(value) if kind is float else value) if kind in _PLAIN else UNKNOWN
+    return UNKNOWN if any(p is UNKNOWN for p in parts) else (kind, *parts)
+
+
+class _Book:
+    """The regions that were traced in one graph."""
+
+    def __init__(self) -> None:
+        # With a forward: what it left, how many of its results are the region's, and all that it returned.
+        self.forwards: dict[Hashable, tuple[Template, GraphRecord, int, list[Any]]] = {}
+        # With a pull-back: which of the gradients turned out not to matter.
+        self.pulls: dict[Hashable, tuple[Template, frozenset[int]]] = {}
+
+
+_books: weakref.WeakKeyDictionary[Any, _Book] = weakref.WeakKeyDictionary()
+
+
+class GraphDedup:
+    """One call of a region: a call of what one before it has left, or the model of those after it.
+
+    Args:
+        dedup_key: what it has in common with others, None where it is like no other.
+        outs: what the region returns, as the call notes it: plain values, or `hole` for a tensor.
+    """
+
+    def __init__(self, dedup_key: Hashable = None, outs: list[Any] | None = None, hole: Any = None) -> None:
+        self.dedup_key, self.hole = dedup_key, hole
+        self.outs: list[Any] = [] if outs is None else outs
+        self.key: Hashable = None  # once the forward is over, if it is a call or a model
+
+    def forward(
+        self, operands: Tensors, masks: Hashable, run: Callable[[], tuple[Any, Tensors]]
+    ) -> tuple[Any, Tensors]:
+        """What `run()` gives: the record of a forward, and its results. `masks` is what is differentiated."""
+        tracer, given = self._traced(operands)
+        if given is None:
+            return run()
+        key = (self.dedup_key, given, masks)
+        book = _books.setdefault(tracer, _Book())
+        if key in book.forwards:
+            template, model, count, outs = book.forwards[key]
+            made = template.paste(tracer, operands, {})
+            if made is not None:
+                self.key = key
+                self.outs[:] = outs
+                return model.like(operands, made[count:]), made[:count]
+        span = NodeSpan(tracer)
+        record, results = run()
+        values = record.values()
+        if values is None or any(x is not self.hole and plain(x, {}) is UNKNOWN for x in self.outs):
+            return record, results
+        alone = self.outs.count(self.hole) == len(results)
+        template = span.cut(operands, [*results, *values], ONCE) if alone else None
+        if template is not None:
+            self.key = key
+            book.forwards[key] = template, record, len(results), list(self.outs)
+        return record, results
+
+    def pull(
+        self,
+        operands: Tensors,
+        record: Any,
+        pulled: PullBack,
+        tags: dict[str, str],
+        run: Callable[[], Tensors],
+    ) -> Tensors:
+        """What `run()` gives: the gradients.
+
+        `operands` are those of the forward, then the cotangents; `tags` are what the nodes of this very
+        recomputation bear, where others bear their own.
+        """
+        again = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+        if self.key is None or again or pulled.over:
+            return run()
+        inputs = [*operands, *record.values()]
+        tracer, given = self._traced(inputs)
+        if given is None:
+            return run()
+        key = (self.key, given, tuple(pulled.mask), tuple(pulled.present))
+        book = _books.setdefault(tracer, _Book())
+        if key in book.pulls:
+            template, unused = book.pulls[key]
+            made = template.paste(tracer, inputs, tags)
+            if made is not None:
+                pulled.unused.update(unused)
+                return made
+        span = NodeSpan(tracer)
+        grads = run()
+        template = span.cut(inputs, grads, ONCE)
+        if template is not None:
+            book.pulls[key] = template, frozenset(pulled.unused)
+        return grads
+
+    def _traced(self, tensors: Tensors) -> tuple[Any, Hashable]:
+        """The tracer at work and a description of the tensors, or two times None."""
+        tracer = None if self.dedup_key is None else tracer_at_work()
+        given = None if tracer is None else described(tensors)
+        return tracer, given
