@@ -14,7 +14,7 @@ from torch import nn
 
 import remat
 from remat import remat as region_of
-from remat import save_everything, save_matmuls, save_nothing
+from remat import save_everything, save_matmuls, save_nothing, scan_remat
 from tests.helpers import crossed, rand
 
 POLICIES: dict[str, Any] = {
@@ -156,6 +156,35 @@ def test_hooks_of_layers(way, policy):
     model = streamed(layers(), WAYS[way]())
     got = step(model, region_of(model, policy=POLICIES[policy]()), times=3)
     torch.testing.assert_close(got, [*want, want[0]], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["read", "dead"])
+@pytest.mark.parametrize("way", ["data", "resized"])
+def test_hooks_of_layers_in_regions_of_the_steps_of_a_scan(way, dead):
+    """Regions inside hold what they read past torch functions, which is no read of the step's."""
+
+    def found(region):
+        model = streamed(layers(), WAYS[way]())
+
+        def body(h, x):
+            out = model(h)
+            return h.sin() * 2 if dead else out * x
+
+        def fn(x):
+            inner = region(body)
+            if region is region_of:
+                return scan_remat(lambda h, _: (inner(h, x), None), x * 2, length=2)[0]
+            return inner(inner(x * 2, x), x)
+
+        fn = region(fn)
+        for _ in range(2):
+            x = X.clone().requires_grad_()
+            yield from torch.autograd.grad(fn(x).square().sum(), [x, *model.parameters()], allow_unused=True)
+
+    pairs = [(a, b) for a, b in zip(found(region_of), found(lambda fn: fn), strict=True) if b is not None]
+    assert pairs
+    for got, want in pairs:
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(("way", "policy"), crossed(WAYS, POLICIES))

@@ -374,6 +374,9 @@ def _carrier(strays: dict[int, torch.Tensor]) -> torch.Tensor | None:
     return None
 
 
+_DETACH = torch.ops.aten.detach.default  # it ends derivatives, and regions inside hold what they read by it
+
+
 class StrayWatch(DispatchMode):
     """Notes the tensors that ops meet and did not make; `known` are operands.
 
@@ -394,7 +397,7 @@ class StrayWatch(DispatchMode):
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor):
                 self.met.add(id(value))
-                if not self.knows(value):
+                if not self.knows(value) and func is not _DETACH:
                     self._add(value)
                     self.outside.append(value)
         with functions_as_they_are():  # regions around would take it for a call of the function's
