@@ -24,6 +24,10 @@ from remat._torch.dynamo import (
     traced_depth,  # the number of the innermost functorch level, 0 outside every transform
     traced_unwrap,  # `unwrap_for_grad` under the name that Dynamo knows
 )
+from remat._torch.fakes import (
+    DEVICE,  # the op that asks a tensor where it is
+    Repeats,  # runs ops on tensors without data, those whose like has run before in a third of the time
+)
 from remat._torch.gathered import (
     nothing_gathered,  # within, wrappers of modules gather nothing: tensors made there stand for parameters
 )

@@ -5,6 +5,7 @@ from remat._blocks import listed  # which modules are blocks
 from remat._core import DEVICES  # speeds of cards
 from remat._core.flops import known_flops  # FLOPs of an op that runs
 from remat._fit import held_by  # what lives throughout a step
+from remat._torch import Repeats  # ops on tensors without data that have run before
 from remat.gpu.inductor.trace import attention_of_gpus  # attention as cards run it
 from remat.plan import policy  # a plan of a graph
 from remat.plan.calls import cache, graph_of, trusted  # the graph of a call

@@ -5,7 +5,7 @@ import torch
 
 from remat import RematError, register_op
 from remat.plan import BudgetPolicy, Flops, Plan
-from tests.plan.inside import Bound, Graph, fake_mode, least, record, solve
+from tests.plan.inside import Bound, Graph, Repeats, fake_mode, least, record, solve
 from tests.plan.models import GPTBlock, LlamaBlock
 
 
@@ -213,3 +213,34 @@ def test_without_scipy_the_fallback_states_its_gap(monkeypatch):
     plan = BudgetPolicy(0.55).plan(GPTBlock(32, 4), torch.randn(2, 8, 32))
     assert plan.solver in ("hull", "fill") and plan.kept_bytes <= plan.budget
     assert plan.lower_bound <= plan.cost and "gap" in str(plan)
+
+
+def _repeating(x, n):
+    """Ops that look like earlier ones but for the type of a number, a dtype, strides or an alias."""
+    for _ in range(3):
+        x = (x + n) * 1 - (n + 1.0) * (n + 1) + x.sum(0) + x.sum(0, keepdim=True) + x.t().contiguous()
+        wide = torch.cat([x, x.t()]).mul(2).add_(1)
+        x = x + wide[2 : 2 + len(x)].relu_() + torch.view_as_complex(torch.stack([x, x], 2)).conj().imag
+        x = (
+            x.bfloat16().float()
+            + x.double().float().sort()[0].detach()
+            + wide.chunk(2)[1].expand(2, -1, -1)[0]
+        )
+    return x, x.abs().max(0)[1] + n
+
+
+def test_a_record_is_that_of_torchs_own_fake_tensors(monkeypatch):
+    """What has run before is not asked of torch again, and comes out the same."""
+    args = torch.randn(6, 6, requires_grad=True), torch.tensor(3)
+    quick = record(_repeating, args)
+    asked = []
+
+    def run(self, func, args, kwargs):
+        asked.append(func)
+        return func(*args, **kwargs)
+
+    monkeypatch.setattr(Repeats, "run", run)
+    plain = record(_repeating, args)
+    assert asked
+    assert plain == quick
+    assert (plain.held, plain.ends) == (quick.held, quick.ends)

@@ -17,6 +17,13 @@ _UNKNOWN: BoundedCache[str, None] = BoundedCache(4096)
 
 def flops_of(joint: Joint, op: Op) -> float:
     """FLOPs of one op; 0 for what moves elements, and views. An op of unknown cost is priced by its bytes."""
+    known = joint.flops.get(id(op))
+    if known is None:
+        known = joint.flops[id(op)] = _flops_of(joint, op)
+    return known
+
+
+def _flops_of(joint: Joint, op: Op) -> float:
     args, kwargs = map_only(Ref, lambda r: joint.values[r.id], (op.args, op.kwargs))
     outputs = tuple([joint.values[o] for o in op.outputs])
     known = known_flops(op.target, args, kwargs, outputs, lambda x: isinstance(x, Value))

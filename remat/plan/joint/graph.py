@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from remat._torch import DEVICE, Repeats
 from remat.plan.joint.holes import around, holes_of, parts_of
 from remat.plan.joint.lives import Lives
 from remat.plan.joint.ops import Joint, Op, Ref, Value, noted
@@ -26,7 +27,6 @@ from remat.transforms import (
     is_cast_of_leaf,
     is_tensor,
     local_tensors,
-    map_leaves,
     of_a_look,
     on_wrappers,
     traits,
@@ -74,7 +74,7 @@ class JointRecorder(DispatchMode):
 
     def __init__(self, stand_ins: Any, hooks: bool = True) -> None:
         super().__init__()
-        self.stand_ins, self.hooks = stand_ins, hooks
+        self.stand_ins, self.hooks, self.run = stand_ins, hooks, Repeats().run
         self.casts = autocasting()
         self.ops: list[Op] = []
         self.values: list[Value] = []
@@ -230,7 +230,21 @@ class JointRecorder(DispatchMode):
         """The other one: what a node reads, as a handle of its own that goes when the node lets go of it."""
         return kept.detach()
 
+    def _noted(self, value: Any, reads: set[int]) -> Any:
+        """What stands for a part of an op's arguments; the values that it reads are added to `reads`."""
+        if is_tensor(value):
+            reads.add(number := self.number(value))
+            return Ref(number)
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind([self._noted(one, reads) for one in value])
+        if kind is dict:
+            return {name: self._noted(one, reads) for name, one in value.items()}
+        return noted(value)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:
+            return self.run(func, args, {})
         if function_modes_asked():  # an op of C++: the user's modes know nothing of it
             with functions_as_they_are():
                 return self.__torch_dispatch__(func, types, args, kwargs)
@@ -242,31 +256,28 @@ class JointRecorder(DispatchMode):
             return NotImplemented  # asks the sharded tensor, whose ops on this rank's part come back here
         facts = traits(func)
         if facts.ignored:
-            out = func(*args, **kwargs)
+            out = self.run(func, args, kwargs)
             if is_tensor(out):
                 # Nobody else holds a constant that the function makes.
                 self.same(out, self.number(args[0], "argument" if func is _CONSTANT else "parameter"))
             return out
         location = user_line() if self.in_forward else ""
         self.last = (str(func), location)
-        refs = map_leaves(
-            lambda leaf: Ref(self.number(leaf)) if is_tensor(leaf) else noted(leaf),
-            (args, kwargs),
-        )
-        reads = {leaf.id for leaf in tree_leaves(refs) if isinstance(leaf, Ref)}
+        reads: set[int] = set()
+        refs = self._noted(args, reads), self._noted(kwargs, reads)
         reads |= {self._writer[s] for v in reads if (s := self.values[v].storage) in self._writer}
         position = self.lives.now = len(self.ops)
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
         mutated = [
             kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in facts.writes
         ]
-        overwritten = [t for t in tree_leaves(mutated) if is_tensor(t)]
+        overwritten = [t for t in tree_leaves(mutated) if is_tensor(t)] if mutated else []
         old = tuple(self.number(t) for t in overwritten)
         outputs = []
         for tensor in overwritten:
             outputs.append(self.add(tensor, "op", position))
             self._writer[self.values[outputs[-1]].storage] = outputs[-1]
-        for leaf in tree_leaves(out):
+        for leaf in (out,) if is_tensor(out) else tree_leaves(out):
             if is_tensor(leaf) and not any(leaf is t for t in overwritten):
                 outputs.append(self.add(leaf, "op", position))
         made = func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location

@@ -210,6 +210,11 @@ class Joint:
         return frozenset(found)
 
     @functools.cached_property
+    def flops(self) -> dict[int, float]:
+        """What is known of its ops' FLOPs, by identity."""
+        return {}
+
+    @functools.cached_property
     def producers(self) -> dict[int, Op]:
         """The op that made each value; inputs have none."""
         return {output: op for op in self.ops for output in op.outputs}
