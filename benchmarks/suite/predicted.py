@@ -25,6 +25,7 @@ from remat.plan import (
     carried,
     complete,
     cost_model,
+    measuring,
     plans_by_budget,
     speeds_of,
     step_of,
@@ -39,7 +40,8 @@ def probed_anew() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["REMAT_CACHE"] = folder
         try:
-            yield
+            with measuring():
+                yield
         finally:
             if before is None:
                 del os.environ["REMAT_CACHE"]

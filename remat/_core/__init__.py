@@ -46,6 +46,10 @@ from remat._core.patterns import (
     fits,  # whether a pattern means the module of a name
     starred,  # a name as a pattern for all of its kind
 )
+from remat._core.progress import (
+    Telling,  # within, a plan is made
+    did,  # how far a plan is, said where it takes long
+)
 from remat._core.reach import (
     Reach,  # what a function can reach, as it was before a look at it
     isolating,  # leave modules in reach, random streams and switches as they are

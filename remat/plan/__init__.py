@@ -18,6 +18,7 @@ from remat.plan.graph import Flops as Flops
 from remat.plan.graph import Graph as Graph
 from remat.plan.graph import Roofline as Roofline
 from remat.plan.graph import cost_model as cost_model
+from remat.plan.graph import measuring as measuring
 from remat.plan.graph import speeds_of as speeds_of
 from remat.plan.layout import Layout as Layout
 from remat.plan.layout import MeshPlan as MeshPlan

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from remat._core import Decision, OpInfo
+from remat._core import Decision, OpInfo, Telling, did
 from remat._region import name_of_region
 from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.calls import Trust, graph_of, paths_of, trust_in
@@ -96,7 +96,7 @@ class BudgetPolicy(Numbered):
             RematError: the function cannot be traced without data, nothing in it is differentiated, or the
                 budget is out of reach.
         """
-        with planned_for(self.device):
+        with planned_for(self.device), Telling(lambda: name_of_region(fn)):
             graph = graph_of(fn, args, kwargs)
             graph.check_differentiated(name_of_region(fn))
             return self._plan(graph, fn)
@@ -114,7 +114,7 @@ class BudgetPolicy(Numbered):
         planned, plan = meet(fn, args, kwargs)
         if planned:
             return save_everything if plan is None else plan.followed()
-        with planned_for(self.device):
+        with planned_for(self.device), Telling(lambda: name_of_region(fn)):
             paths = paths_of(fn, args, kwargs)
             paths.trust = None
             how = self.key, is_tracing(), in_transform()
@@ -161,6 +161,7 @@ def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: boo
     """Solve one graph under a policy's budget, with the prices and the peak of a compiled step or not."""
     model = cost_model(policy.cost, policy.device, compiled=compiled)
     problem = graph.problem(model, keep_heavy=policy.budget == "free")
+    did("priced", len(graph.ops))
     budget = resolve(policy.budget, graph, problem)
 
     def plan(solved: Solved, budget: int) -> Plan:

@@ -1,5 +1,6 @@
 """What is looked at for plans, counted."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -25,3 +26,11 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     before = cache.call_key
     monkeypatch.setattr(cache, "call_key", lambda *given: taken.append(given) or before(*given))
     return taken
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the library's logger warns of meanwhile."""
+    lines: list[str] = []
+    monkeypatch.setattr(logging.getLogger("remat"), "warning", lambda text, *args: lines.append(text % args))
+    return lines

@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import RematError, checkpoint_policy, remat
-from remat.plan import Roofline
+from remat.plan import Roofline, measuring
+from remat.plan.graph import processors
 from tests.plan.inside import DEVICES, Measured, _table, best_seconds, rate_at, record, speeds, speeds_of
 
 F = torch.nn.functional
@@ -34,7 +35,8 @@ def probed(tmp_path, monkeypatch):
     monkeypatch.setattr(speeds, "seconds_apart", lambda make, size, device: make())
     monkeypatch.setattr(speeds, "best_seconds", lambda run, device: 1e-6)
     monkeypatch.setattr(speeds, "time_blocks", lambda device: [STEP, 5e-5, 2e-5])
-    return asked
+    with measuring():
+        yield asked
 
 
 def ops(fn, *args):
@@ -54,6 +56,47 @@ def test_an_op_costs_a_call_and_its_work_at_the_speed_of_its_kind(probed):
     assert price["aten.mm.default"] == pytest.approx(STEP + 2 * 64**3 / attained("matmul"))
     assert price["aten.gelu.default"] == pytest.approx(STEP + 2 * size / attained("math"))
     assert price["aten.add.Tensor"] == pytest.approx(STEP + 3 * size / attained("copy"))
+
+
+def test_nothing_is_measured_unless_asked(tmp_path, monkeypatch, told):
+    """A processor that nobody probed has the prices of the nearest one, which is said once."""
+    small = processors.Processor("Small", 1, 2.0, 128)
+    large = processors.Processor("Large", 64, 3.0, 512)
+    rows = {row: {"call": k * 1e-6, "in a step": [k * 1e-6, 0.0, 0.0]} for k, row in ((1, small), (2, large))}
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    monkeypatch.setattr(processors, "PROBED", rows)
+    monkeypatch.setattr(speeds, "best_seconds", lambda run, device: pytest.fail("timed"))
+    here = processors.Processor("Other", 1, 2.4, 256)
+    monkeypatch.setattr(processors, "at_hand", lambda: here)
+    for mine, call in ((here, 1e-6), (here._replace(threads=32), 2e-6), (large, 2e-6)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda mine=mine: mine.threads)
+        monkeypatch.setattr(processors, "at_hand", lambda mine=mine: mine)
+        processors.nearest.cache_clear()
+        told.clear()
+        assert [speeds_of("cpu").call() for _ in range(2)] == [call, call]
+        assert [mine.name in line and "remat env --measure" in line for line in told] == [True] * (
+            mine is not large
+        )
+    processors.nearest.cache_clear()
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_row_of_processors_has_every_price():
+    names = {
+        f"{kind} {dtype}"
+        for kind in (*speeds.HEAVY, *speeds.NARROWED, "linalg", *speeds.LIGHT)
+        for dtype in ("float32", "bfloat16", "float16", "float64")
+    }
+    for table in processors.PROBED.values():
+        assert set(table) == names | {"call", "in a step"}
+        assert all(rate > 0 for name in names for _, rate in table[name])
+
+
+def test_a_card_is_the_one_of_its_name(monkeypatch, told):
+    for name, key in (("NVIDIA H200", "h200"), ("AMD Instinct MI300X", "mi300x"), ("Tesla K80", "h100")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert processors.card_like("cuda") == key
+    assert ["Tesla K80" in line for line in told] == [True]
 
 
 def test_what_takes_longer_than_an_exponential_has_a_speed_of_its_own(probed):
@@ -161,7 +204,7 @@ def test_probes_of_every_kind_run(monkeypatch, tmp_path):
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     monkeypatch.setattr(speeds, "best_seconds", lambda run, device: ran.append(run()) or 1e-3)
     before = torch.get_rng_state()
-    with torch.device("meta"), torch.autocast("cpu"):
+    with measuring(), torch.device("meta"), torch.autocast("cpu"):
         found = torch.func.vmap(lambda x: x * speeds_of("cpu").call())(torch.ones(2, device="cpu"))
         attained = speeds_of("cpu").attained(torch.float32)
     assert found.shape == (2,) and all(rate > 0 for rate in attained.values())
@@ -249,5 +292,5 @@ def test_what_cannot_be_timed_is_an_error(monkeypatch, tmp_path):
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(speeds, "seconds_apart", fails)
-    with pytest.raises(RematError, match="matmul of float32 cannot run"):
+    with measuring(), pytest.raises(RematError, match="matmul of float32 cannot run"):
         speeds.Speeds("cpu").curve("matmul", torch.bfloat16)

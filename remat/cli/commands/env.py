@@ -33,13 +33,18 @@ EXTRAS = {
 class Env:
     """Say what this machine can do: versions, devices, extras, whether torch.compile has a compiler.
 
-    The speeds that plans count with are probed if they are not known yet, which takes a second.
+    The speeds are those that plans count with: of the nearest processor known, or measured here.
     """
 
     json: bool = False
     """Print one JSON object."""
 
+    measure: bool = False
+    """Measure the speeds of this machine, which takes some seconds, and remember them for its plans."""
+
     def __call__(self) -> int:
+        if self.measure:
+            speeds_of(accelerator()).measure()
         facts = machine() | {"compile": compiler(), "speeds": speeds()}
         facts |= {"extras": {name: extra(name) for name in EXTRAS}}
         print(json.dumps(facts, indent=2) if self.json else "\n".join(lines(facts)))
@@ -89,6 +94,8 @@ def speeds() -> dict[str, float]:
     """What plans count with on this machine's device: FLOP/s and bytes/s in float32; seconds of a call, of an
     op in an eager step beside its kernel, and those that a region of 30 ops adds."""
     found = speeds_of(accelerator())
+    if not found.known:
+        return {}
     seconds = {"call": found.call(), "op": found.op(), "region": found.region(30)}
     return seconds | found.attained(torch.float32)
 
@@ -98,7 +105,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
     apart = ("extras", "compile", "speeds")
     plain = [f"{key:<12} {value}" for key, value in facts.items() if key not in apart]
     compiles = facts["compile"] or "no C++ compiler found: torch.compile runs with backend='aot_eager' only"
-    return [*plain, f"{'compile':<12} {compiles}", *spelled(facts["speeds"]), *extras(facts["extras"])]
+    rates = spelled(facts["speeds"]) if facts["speeds"] else []
+    return [*plain, f"{'compile':<12} {compiles}", *rates, *extras(facts["extras"])]
 
 
 def spelled(speeds: dict[str, float]) -> list[str]:

@@ -15,7 +15,8 @@ from remat.plan.graph.roofline import (
     Roofline,  # prices in seconds, from speeds of a device
 )
 from remat.plan.graph.speeds import (
-    Speeds,  # what a device of this machine was probed to attain
+    Speeds,  # what a device of this machine attains
+    measuring,  # within, what is not known of it is probed
     speeds_of,  # those of a device
 )
 from remat.plan.graph.stopwatch import (

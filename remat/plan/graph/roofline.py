@@ -9,6 +9,7 @@ import torch
 
 from remat._core import DEVICES, causal_share, has_formula_of_ours, op_name
 from remat.plan.graph.flops import bytes_sent, flops_of, is_heavy
+from remat.plan.graph.processors import card_like
 from remat.plan.graph.speeds import NARROW, Speeds, speeds_of
 from remat.plan.graph.traffic import is_view, traffic
 from remat.plan.joint import Joint, Op
@@ -43,8 +44,9 @@ class Roofline:
 
     Attributes:
         device: a key of `DEVICES`, for the speeds that its vendor gives. A device of this machine ("cpu",
-            "cuda", "cuda:1"), for speeds that are probed once and remembered on disk. None means that of the
-            op's tensors. The speeds of tensors without data are those of an h100.
+            "cuda", "cuda:1"), for the speeds of the nearest one known, or its own once
+            `python -m remat env --measure` has measured them. None means that of the op's tensors. The speeds
+            of tensors without data are those of an h100.
         fused: price as a compiler runs it: a pointwise chain costs the traffic of its ends only, and one call
             where speeds are probed. An op whose every reader is pointwise moves nothing.
 
@@ -75,7 +77,9 @@ class Roofline:
         flops, heavy = flops_of(joint, op), is_heavy(joint, op)
         moved = _fused_traffic(joint, op) if self.fused and not heavy else traffic(joint, op)
         if _at_hand(device):
-            return self._probed(joint, op, speeds_of(device), flops if heavy else 0.0, moved)
+            if (speeds := speeds_of(device)).known:
+                return self._probed(joint, op, speeds, flops if heavy else 0.0, moved)
+            device = card_like(device)
         speed = DEVICES[device]
         if has_formula_of_ours(op.target) and kind_of(op.target) is None:
             flops /= _LINALG_SHARE

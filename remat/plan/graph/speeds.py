@@ -1,4 +1,5 @@
-"""Speeds of the machine at hand: probed once, in about a second, and remembered on disk.
+"""Speeds of the machine at hand: those of the nearest processor that was probed (`processors`), until it is
+measured itself (`python -m remat env --measure`), which takes some seconds and is remembered on disk.
 
 A speed is a curve: work -> work per second, as small ops attain less than large ones. Work is FLOPs of
 matmuls, convolutions and attention, and bytes read and written of the others.
@@ -22,16 +23,20 @@ ones: what an op takes in a step beside its kernel, and what a region adds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from remat._region import with_policy
 from remat.plan.graph.disk import read_table, table_path, write_table
+from remat.plan.graph.processors import nearest
 from remat.plan.graph.stopwatch import alone, best_seconds, in_turns, one_thread
 from remat.policies import save_nothing
 from remat.transforms import RematError
@@ -60,8 +65,22 @@ class Probe(NamedTuple):
     make: Callable[[], Callable[[], Any]]
 
 
+# Whether what is not known is probed.
+_measuring: ContextVar[bool] = ContextVar("remat_measuring", default=False)
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[None]:
+    """Within, a speed of this machine that is not known is probed when it is first asked for."""
+    token = _measuring.set(True)
+    try:
+        yield
+    finally:
+        _measuring.reset(token)
+
+
 class Speeds:
-    """What one device attains. A curve is probed when it is first asked for."""
+    """What one device attains."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -96,11 +115,27 @@ class Speeds:
         """What so much work takes, the call itself aside."""
         return work / rate_at(self.curve(kind, dtype), work) if work > 0 else 0.0
 
+    @property
+    def known(self) -> bool:
+        """Whether there are any: no card has been probed that this one could be like."""
+        return bool(self.table) or self.device.startswith("cpu") or _measuring.get()
+
+    def measure(self) -> None:
+        """Probe all there is, anew."""
+        self.table = {}
+        self.path.unlink(missing_ok=True)
+        with measuring():
+            self.op()
+            for kind, dtype in itertools.product((*HEAVY, *NARROWED, "linalg", *LIGHT), _DTYPES):
+                self.curve(kind, dtype)
+
     def attained(self, dtype: torch.dtype) -> dict[str, float]:
         """The speed of each kind at the largest work that was probed, for people."""
         return {kind: self.curve(kind, dtype)[-1][1] for kind in (*HEAVY, *LIGHT)}
 
     def _found(self, name: str, probe: Callable[[], Any]) -> Any:
+        if name not in self.table and self.device.startswith("cpu") and not _measuring.get():
+            return nearest(torch.get_num_threads())[name]
         if name not in self.table:
             with alone(self.device):
                 made = probe()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from remat._core import did
 from remat._torch import DEVICE, Repeats
 from remat.plan.joint.holes import around, holes_of, parts_of
 from remat.plan.joint.lives import Lives
@@ -283,6 +284,8 @@ class JointRecorder(DispatchMode):
         made = func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location
         optional = self.casts and self.in_forward and is_cast_of_leaf(func, args)
         self.ops.append(Op(*made, optional=optional, node=-1 if self.in_forward else _node()))
+        if not len(self.ops) % 64:
+            did("traced", len(self.ops))
         return out
 
 
