@@ -203,7 +203,7 @@ class MeshPlan:
             if "op_names" in record:
                 raise ValueError("it is one of Plan.to_json, for one region: policy=Plan.from_json(text)")
             if record.pop("remat_mesh_plan") != _FORMAT:
-                raise ValueError("written by another version")
+                raise ValueError("another version wrote it")
             table, told = record.pop("ops"), record.pop("hash")
             record["programs"] = {
                 k: tuple(table[n] for n in names) for k, names in record["programs"].items()
@@ -212,7 +212,10 @@ class MeshPlan:
             record["stages"] = tuple(_stage(stage) for stage in record["stages"])
             plan = cls(**record | {"layout": Layout.from_dict(record["layout"])})
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise RematError(f"This text is not a plan written by MeshPlan.to_json: {error!r}.") from error
+            raise RematError(
+                f"This text is not a plan written by MeshPlan.to_json: {error!r}. Plan anew, as "
+                "remat.fit(model, *args, mesh=layout)."
+            ) from error
         if plan.hash != told:
             raise RematError(
                 "This plan was changed after it was written: its hash is another one. Plan anew."

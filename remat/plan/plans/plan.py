@@ -231,7 +231,10 @@ class Plan(Policy):
             )
             return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RematError(f"This text is not a plan written by Plan.to_json: {error!r}.") from error
+            raise RematError(
+                f"This text is not a plan written by Plan.to_json, or not by this version: {error!r}. Plan "
+                "anew, as checkpoint_policy(budget=0.5).plan(fn, *args)."
+            ) from error
 
     def diff(self, other: Plan) -> str:
         """What changes from this plan to `other`: a unified diff of what they keep, empty if nothing."""
