@@ -33,6 +33,7 @@ from remat._core.keywords import (
 from remat._core.meter import (
     Mark,  # what a step calls where its forward ends
     Memory,  # bytes of one step
+    trace_cpu,  # the same on a CPU, where no cycle is in the way
     trace_memory,  # run a step once and follow its allocations
 )
 from remat._core.opinfo import (
@@ -56,6 +57,7 @@ from remat._core.reach import (
 )
 from remat._core.shown import described  # a value as messages call it
 from remat._core.units import (
+    OPTIMIZERS,  # numbers that an optimizer holds for each parameter
     format_bytes,  # bytes for people, rounded
     format_shape,  # a dtype and sizes in one word, `f32[4,8]`
     parse_bytes,  # bytes from "2GiB", "512 MB", "1e9"

@@ -27,6 +27,10 @@ class Device:
     label: str = ""
     link: float = 10e9
 
+    def seconds(self, flops: float, moved: float, half: bool = True) -> float:
+        """The roofline: what computing takes, or moving so many bytes, whichever is more."""
+        return max(flops / (self.half if half else self.single), moved / self.bandwidth)
+
 
 _GIB = 2**30
 # Vendors' dense peaks times 0.6 to 0.7 for compute, and 0.8 for bandwidths: what large kernels attain. Memory

@@ -8,6 +8,9 @@ from typing import Any
 
 _UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** n for n, p in enumerate("kmgt", 1) for i in ("", "i")}
 
+# Numbers that an optimizer holds for each parameter.
+OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "muon": 1, "sgd": 0, "none": 0}
+
 
 def parse_bytes(text: str) -> int:
     """Bytes from "2GiB", "512 MB", "1e9".

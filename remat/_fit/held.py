@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from remat._core import described, format_bytes
+from remat._core import OPTIMIZERS, described, format_bytes
 from remat.transforms import RematError, is_tensor, tree_leaves
 from remat.transforms.compat import storage_key
-
-_BY_NAME = {"adam": 2, "adamw": 2, "sgd": 0, "momentum": 1, "none": 0}
 
 
 @dataclass(frozen=True)
@@ -81,12 +79,12 @@ def _bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 def _state(optimizer: Any, parameters: list[torch.nn.Parameter], seen: set[int]) -> int:
     trained = [p for p in parameters if p.requires_grad]
     if optimizer is None or isinstance(optimizer, str):
-        if str(optimizer).lower() not in _BY_NAME:
+        if str(optimizer).lower() not in OPTIMIZERS:
             raise RematError(
                 f"remat.fit(optimizer={optimizer!r}) knows no such optimizer: write one of "
-                f"{', '.join(_BY_NAME)}, or pass the optimizer itself."
+                f"{', '.join(OPTIMIZERS)}, or pass the optimizer itself."
             )
-        return _BY_NAME[str(optimizer).lower()] * sum(p.nbytes for p in trained)
+        return OPTIMIZERS[str(optimizer).lower()] * sum(p.nbytes for p in trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RematError(
             f"remat.fit(optimizer=...) takes a torch optimizer or its name, got {described(optimizer)}. "

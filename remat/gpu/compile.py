@@ -305,7 +305,7 @@ def _graph(code: Lowered, execution: Execution, chip: Chip, speeds: Device, mach
 
 def _kernel(launch: Launch, chip: Chip, speeds: Device, machine_code: bool) -> Kernel:
     if launch.op is None:
-        moved = (launch.read + launch.written) / speeds.bandwidth
+        moved = speeds.seconds(0, launch.read + launch.written)
         made = Kernel(launch.name, "triton", launch.read, launch.written, 0, moved, launch.live)
         if not machine_code or not launch.text:
             return made

@@ -35,14 +35,14 @@ def seconds_of(launch: Launch, flops: int, speeds: Device) -> float:
         flops: the op's, all pairs of queries and keys counted; 0 where nobody knows.
         speeds: the card's.
     """
-    moved = (launch.read + launch.written) / speeds.bandwidth
+    moved = launch.read + launch.written
     turned = 2 * _turned(launch) / (_TURNING * speeds.bandwidth)
     if not flops:
-        return moved + turned
+        return speeds.seconds(0, moved) + turned
     types = {leaf.dtype for leaf in tree_leaves((launch.args, launch.kwargs)) if isinstance(leaf, Hollow)}
-    if not types & {torch.float16, torch.bfloat16}:
-        return max(moved, _computed(launch, flops) / speeds.single) + turned
-    return max(moved, _computed(launch, flops) / (_share(launch) * speeds.half)) + turned
+    half = bool(types & {torch.float16, torch.bfloat16})
+    computed = _computed(launch, flops) / (_share(launch) if half else 1.0)
+    return speeds.seconds(computed, moved, half) + turned
 
 
 def _computed(launch: Launch, flops: int) -> float:

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from remat._core import parse_bytes, warn_user
-from remat.plan.graph import Graph
 from remat.plan.solve import Problem, keep_all, least
 from remat.transforms import BoundedCache, RematError, user_place
 
@@ -76,28 +75,22 @@ def _parsed(text: str, what: str, advice: str) -> int:
     return found
 
 
-def resolve(budget: float | int | str, graph: Graph, problem: Problem) -> int:
-    """Bytes for one region. A share below the least possible means the least possible, with a warning.
+def resolve(budget: float | int | str, default: float, problem: Problem, what: str = "this region") -> int:
+    """Bytes for one region, or for several as one problem; `default` are those that they keep without a plan.
 
-    A share of exactly 0 asks for the least and is silent.
+    A share below the least possible means the least possible, with a warning; of exactly 0 without one.
     """
-    if budget == "free":
-        # The problem was priced so that nothing heavy may run again.
-        return least(problem).bytes
     if isinstance(budget, int):
         return budget
-    assert isinstance(budget, float)
+    # ("free": the problem was priced so that nothing heavy may run again.) Symbolic sizes are those at hand.
+    floor, default = int(least(problem).bytes), int(default)
     if budget == 1.0:
         everything = keep_all(problem)
-        return max(graph.kept_by_default, everything.bytes if everything else 0)
-    # Of symbolic sizes these are symbols: the plan is one for the sizes at hand.
-    default, floor = int(graph.kept_by_default), int(least(problem).bytes)
-    wanted = int(budget * default)
-    if wanted < floor:
-        if budget > 0:
-            warn_below_least(budget, floor, default, "this region")
-        return floor
-    return wanted
+        return max(floor, default, int(everything.bytes) if everything else 0)
+    wanted = 0 if isinstance(budget, str) else int(budget * default)
+    if wanted < floor and not isinstance(budget, str) and budget > 0:
+        warn_below_least(budget, floor, default, what)
+    return max(wanted, floor)
 
 
 def warn_below_least(budget: float, floor: int, default: int, what: str) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from remat._core import joined_keywords, keywords_apart
-from remat.plan.budget import check_budget, check_peak, warn_below_least
+from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.calls import Regions, graph_of, looking
 from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
@@ -26,7 +26,6 @@ from remat.plan.solve import (
     bound,
     complete,
     hull,
-    keep_all,
     least,
     solve,
 )
@@ -110,7 +109,7 @@ class _Task:
 
     def bytes_of(self, budget: Any) -> int:
         """A budget as the user wrote it, in bytes of all regions together."""
-        return _bytes(check_budget(budget), self.whole, self.default)
+        return resolve(check_budget(budget), self.default, self.whole, "these regions")
 
     def plan(self, budget: int) -> ModelPlan:
         """The cheapest plan that keeps at most `budget` bytes."""
@@ -229,21 +228,6 @@ class _Task:
         floor = bound(hull(self.whole, around=solution.bytes), solution.bytes)
         solved = Solved(solution, min(floor, solution.cost), "chain", time.perf_counter() - start)
         return self._model_plan(solved, solution.bytes)
-
-
-def _bytes(budget: float | int | str, problem: Problem, default: int) -> int:
-    if budget == "free":
-        return least(problem).bytes
-    if isinstance(budget, int):
-        return budget
-    everything = keep_all(problem)
-    floor = least(problem).bytes
-    assert isinstance(budget, float)
-    if budget == 1 and everything is not None:
-        return int(max(floor, default, everything.bytes))
-    if 0 < budget and int(budget * default) < floor:
-        warn_below_least(budget, int(floor), default, "these regions")
-    return max(int(floor), int(budget * default))
 
 
 def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, Graph]]:

@@ -162,7 +162,7 @@ def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: boo
     model = cost_model(policy.cost, policy.device, compiled=compiled)
     problem = graph.problem(model, keep_heavy=policy.budget == "free")
     did("priced", len(graph.ops))
-    budget = resolve(policy.budget, graph, problem)
+    budget = resolve(policy.budget, graph.kept_by_default, problem)
 
     def plan(solved: Solved, budget: int) -> Plan:
         peak = step_peak([profile(graph, solved.solution, compiled=compiled)])

@@ -2,7 +2,10 @@
 tested by themselves."""
 
 from remat._blocks import listed  # which modules are blocks
-from remat._core import DEVICES  # speeds of cards
+from remat._core import (
+    DEVICES,  # speeds of cards
+    progress,  # what a plan says of itself
+)
 from remat._core.flops import known_flops  # FLOPs of an op that runs
 from remat._fit import held_by  # what lives throughout a step
 from remat._torch import Repeats  # ops on tensors without data that have run before
@@ -19,6 +22,7 @@ from remat.plan.compared.refute import beaten_by  # who refutes a point
 from remat.plan.graph import (  # graphs as plans have them, prices
     Graph,
     cost_model,
+    processors,
     speeds,
     speeds_of,
     workspace,

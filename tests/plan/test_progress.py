@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from remat import checkpoint_policy, remat
-from remat._core import progress
+from tests.plan.inside import progress
 
 
 @pytest.mark.parametrize("first", [0.0, 1e3])

@@ -9,8 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import RematError, checkpoint_policy, remat
 from remat.plan import Roofline, measuring
-from remat.plan.graph import processors
-from tests.plan.inside import DEVICES, Measured, _table, best_seconds, rate_at, record, speeds, speeds_of
+from tests.plan.inside import (
+    DEVICES,
+    Measured,
+    _table,
+    best_seconds,
+    processors,
+    rate_at,
+    record,
+    speeds,
+    speeds_of,
+)
 
 F = torch.nn.functional
 # Seconds that the pretended probe takes for so much work: matmuls are slow, exponentials slower than copies.

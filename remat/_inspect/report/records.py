@@ -135,8 +135,7 @@ def _milliseconds(timeline: Timeline, passes: Sequence[str]) -> dict[str, float]
     ops = [(ran.half, ran.flops, ran.bytes) for ran in timeline.ops if ran.when in passes]
 
     def total(device: Device) -> float:
-        speeds = device.single, device.half
-        return 1e3 * sum(max(flops / speeds[half], moved / device.bandwidth) for half, flops, moved in ops)
+        return 1e3 * sum(device.seconds(flops, moved, half) for half, flops, moved in ops)
 
     return {key: total(device) for key, device in DEVICES.items()}
 

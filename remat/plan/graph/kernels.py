@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-from typing import Any
 
 import torch
 
+from remat._core import trace_cpu
 from remat.plan.graph.flops import flops_of
 from remat.plan.graph.measured import described, tensor_like
 from remat.plan.graph.stopwatch import alone
@@ -70,23 +69,11 @@ def _measured(joint: Joint, op: Op) -> int | None:
 
 
 def _run(joint: Joint, op: Op) -> int | None:
-    # Torch 2.13's profiler writes a line to stderr at each start and stop unless told to be quiet.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from torch.profiler import ProfilerActivity, profile
-
     try:
         with alone("cpu"):
             args, kwargs = map_only(Ref, lambda r: tensor_like(joint, r, "cpu"), (op.args, op.kwargs))
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
-                made = op.target(*args, **kwargs)
+            seen = trace_cpu(lambda mark: (op.target(*args, **kwargs), mark()))
     except Exception:
         # Whatever keeps an op from running alone, its workspace is no reason to fail a plan.
         return None
-    assert seen.profiler is not None and seen.profiler.kineto_results is not None
-    peak = alive = 0
-    events: list[Any] = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    del made
-    return peak - alive
+    return seen.peak - seen.kept

@@ -84,7 +84,7 @@ class Roofline:
         if has_formula_of_ours(op.target) and kind_of(op.target) is None:
             flops /= _LINALG_SHARE
         half = any(joint.values[o].dtype.itemsize <= 2 for o in op.outputs)
-        return max(flops / (speed.half if half else speed.single), moved / speed.bandwidth)
+        return speed.seconds(flops, moved, half)
 
     def _probed(self, joint: Joint, op: Op, speeds: Speeds, flops: float, moved: int) -> float:
         """The price on a device whose speeds were probed."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
+from remat._core import OPTIMIZERS
 from remat.transforms import RematError
 
-# Numbers that an optimizer holds for each parameter.
-OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "muon": 1, "sgd": 0}
 SCHEDULES = ("1f1b", "gpipe", "zerobubble")
 _COUNTS = ("dp_replicate", "dp_shard", "tp", "pp", "ep", "microbatches")
 
