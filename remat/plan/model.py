@@ -28,6 +28,7 @@ from remat.plan.solve import (
     hull,
     least,
     solve,
+    tell_greedy,
 )
 from remat.policies import Policy
 from remat.transforms import RematError
@@ -113,7 +114,9 @@ class _Task:
 
     def plan(self, budget: int) -> ModelPlan:
         """The cheapest plan that keeps at most `budget` bytes."""
-        return self._model_plan(solve(self.whole, budget, time_limit=_SECONDS), budget)
+        solved = solve(self.whole, budget, time_limit=_SECONDS)
+        tell_greedy("these regions", solved.gap)
+        return self._model_plan(solved, budget)
 
     def _solved_within(self, budget: int) -> ModelPlan | None:
         """The plan without a host, None where there is none."""

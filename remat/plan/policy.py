@@ -28,6 +28,7 @@ from remat.plan.solve import (
     least,
     margin_of,
     solve,
+    tell_greedy,
 )
 from remat.policies import Numbered, Policy, save_everything
 from remat.transforms import RematError
@@ -104,9 +105,13 @@ class BudgetPolicy(Numbered):
     def _plan(self, graph: Graph, fn: Callable[..., Any]) -> Plan:
         compiled = is_tracing()
         name = getattr(fn, "__name__", None) or type(fn).__name__
-        return graph.solved.made(
-            ("plan", self, compiled), lambda: plan_graph(graph, self, name, compiled=compiled)
-        )
+
+        def made() -> Plan:
+            plan = plan_graph(graph, self, name, compiled=compiled)
+            tell_greedy(name, plan.gap)
+            return plan
+
+        return graph.solved.made(("plan", self, compiled), made)
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The plan for this call: a policy by op position."""

@@ -17,6 +17,7 @@ from remat.plan.solve.portfolio import (
     least,  # the solution with the fewest kept bytes, and among those the cheapest
     margin_of,  # what prices do not tell
     solve,  # the cheapest solution within `budget` bytes, with a proven bound
+    tell_greedy,  # say how far a plan without SciPy may be off
 )
 from remat.plan.solve.problem import (
     INF,  # more than any price or size

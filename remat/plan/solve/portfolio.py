@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,14 @@ def solve(
         found.append((name, smaller.whole(problem, _tidied(smaller.problem, small, budget))))
     name, best = min([*found, *rivals], key=lambda pair: (pair[1].cost, pair[1].bytes))
     return Solved(best, min(floor, best.cost), name, time.perf_counter() - start)
+
+
+def tell_greedy(name: str, gap: float) -> None:
+    """Say of a plan that was made without SciPy how far it may be off."""
+    if gap > _GAP and not milp.available():
+        text = "Without SciPy the plan of %s is a greedy one: at most %.1f %% of what it recomputes could be "
+        text += "spared. pip install 'remat[plan]' has the best one found."
+        logging.getLogger("remat").warning(text, name, 100 * gap)
 
 
 def in_doubt(
