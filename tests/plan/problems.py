@@ -12,8 +12,7 @@ from tests.plan.inside import INF, Problem, complete
 def problems(draw, ops=7):
     """Random graphs with inputs, ops that must not run again, views and ops of two outputs."""
     count = draw(st.integers(2, ops))
-    cost, reads, producer, size, keep = [], [], [], [], []
-    priced = draw(st.booleans())
+    cost, reads, producer, size = [], [], [], []
     for op in range(count):
         pool = list(range(len(producer)))
         is_input = not pool or draw(st.integers(0, 5)) == 0
@@ -25,9 +24,8 @@ def problems(draw, ops=7):
             producer.append(op)
             kept = cost[-1] == INF or draw(st.integers(0, 4)) > 0
             size.append(float(draw(st.integers(0, 6))) if kept else INF)
-            keep.append(float(draw(st.integers(0, 2))) if priced else 0.0)
     need = draw(st.sets(st.sampled_from(range(len(producer))), min_size=1, max_size=5))
-    return Problem(tuple(cost), tuple(reads), tuple(producer), tuple(size), tuple(keep), frozenset(need))
+    return Problem(tuple(cost), tuple(reads), tuple(producer), tuple(size), frozenset(need))
 
 
 def frontier(problem):
@@ -46,8 +44,7 @@ def check(problem, solution):
         for value in problem.reads[op]:
             assert value in solution.saved or problem.producer[value] in solution.replayed
     assert solution.bytes == sum(problem.size[v] for v in solution.saved)
-    cost = sum(problem.cost[o] for o in solution.replayed) + sum(problem.price(v) for v in solution.saved)
-    assert math.isclose(solution.cost, cost)
+    assert math.isclose(solution.cost, sum(problem.cost[o] for o in solution.replayed))
 
 
 def best(problem, budget):

@@ -78,7 +78,7 @@ class States:
         ):
             kept = must + more
             there = sum(self.bit.get(v, 0) for v in kept)
-            yield there, int(sum(problem.size[v] for v in kept)), int(sum(map(problem.price, kept))), kept
+            yield there, int(sum(problem.size[v] for v in kept)), 0, kept
 
     def least(self, price: int, byte: int) -> list[dict[int, int]]:
         """For each op and state the least `price * cost + byte * bytes` from there on."""

@@ -25,7 +25,7 @@ class Cuts:
 
     def __init__(self, problem: Problem):
         self.problem = problem
-        total = sum(c for c in problem.cost if c < INF) + sum(problem.keep) or 1.0
+        total = sum(c for c in problem.cost if c < INF) or 1.0
         self.scale = _RESOLUTION / total
         self.parts = [(_Cut(part.problem, self.scale), part.places) for part in split(problem)]
 
@@ -82,10 +82,7 @@ class _Cut:
         """What the minimum of `price * cost + byte * bytes` keeps."""
         problem, scale = self.problem, self.scale
         run = [(n, price * round(c * scale)) for n, c in self.run]
-        hold = [
-            (a, b, price * round(problem.price(v) * scale) + byte * int(problem.size[v]))
-            for a, b, v in self.hold
-        ]
+        hold = [(a, b, byte * int(problem.size[v])) for a, b, v in self.hold]
         never = sum(c for _, c in run) + sum(c for _, _, c in hold) + 1
         net = Network(self.nodes)
         for n, capacity in run:

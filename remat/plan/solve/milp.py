@@ -66,7 +66,7 @@ def solve_exactly(
     held = sorted(v for v in problem.relevant if problem.size[v] < INF and not problem.free(v))
     # SciPy's annotations know only the scalar forms of these.
     top: Any = numpy.ones(len(ops) + len(held))
-    cost = numpy.array([problem.cost[o] for o in ops] + [problem.price(v) for v in held], dtype=float)
+    cost = numpy.array([problem.cost[o] for o in ops] + [0.0] * len(held), dtype=float)
     barred = [k for k, o in enumerate(ops) if problem.cost[o] == INF or problem.cost[o] > ceiling]
     top[barred], cost[barred] = 0.0, 0.0
     scale = float(cost.max()) if len(cost) and cost.max() > 0 else 1.0

@@ -4,7 +4,7 @@ An *op* may run again in the backward pass at a price, a *value* may be kept at 
 reads some values (`need`). Each is either kept or made again. An op can be run again only if every value it
 reads is kept or made again:
 
-    min   sum cost[o] r[o] + sum keep[v] s[v]
+    min   sum cost[o] r[o]
     s.t.  r[producer(v)] + s[v] >= 1           v in need
           r[o] <= r[producer(v)] + s[v]        v read by o
           sum size[v] s[v] <= budget           r, s in {0, 1}
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 INF = math.inf
@@ -32,7 +32,6 @@ class Problem:
         reads: the values that op `o` reads.
         producer: the op that makes value `v` (region inputs are ops of cost `inf` that read nothing).
         size: bytes that keeping value `v` adds; `inf` where it cannot be kept (views: keep their base).
-        keep: price of keeping value `v`, same unit as `cost`.
         need: the values that the backward reads.
     """
 
@@ -40,16 +39,11 @@ class Problem:
     reads: tuple[tuple[int, ...], ...]
     producer: tuple[int, ...]
     size: tuple[float, ...]
-    keep: tuple[float, ...] = field(default=(), repr=False)
     need: frozenset[int] = frozenset()
-
-    def price(self, value: int) -> float:
-        """Price of keeping a value."""
-        return self.keep[value] if self.keep else 0.0
 
     def free(self, value: int) -> bool:
         """Whether keeping it costs nothing (parameters, captured tensors)."""
-        return self.size[value] == 0 and not self.price(value)
+        return self.size[value] == 0
 
     @cached_property
     def outputs(self) -> tuple[tuple[int, ...], ...]:
@@ -123,7 +117,7 @@ def complete(problem: Problem, saved: Iterable[int]) -> Solution | None:
     size = sum(problem.size[v] for v in kept)
     if size == INF:
         return None
-    cost = math.fsum(problem.cost[o] for o in replayed) + math.fsum(problem.price(v) for v in kept)
+    cost = math.fsum(problem.cost[o] for o in replayed)
     return Solution(frozenset(kept), frozenset(replayed), int(size), cost)
 
 

@@ -50,7 +50,6 @@ def reduce(problem: Problem) -> Reduced:
         reads=tuple(tuple(sorted(number[v] for v in reads[op])) for op in ops),
         producer=tuple(place[problem.producer[v]] for v in values),
         size=tuple(problem.size[v] for v in values),
-        keep=tuple(problem.price(v) for v in values) if problem.keep else (),
         need=frozenset(number[v] for v in need),
     )
     return Reduced(smaller, tuple(values))
@@ -136,14 +135,6 @@ def _restricted(problem: Problem) -> Problem | None:
     return replace(problem, size=tuple(sizes))
 
 
-def _within(problem: Problem, sizes: list[float], these: Iterable[int], value: int, cost: float) -> bool:
-    """Whether keeping `these` at a further cost takes no more bytes and no higher price than `value`."""
-    size = 0.0
-    for v in these:
-        size, cost = size + sizes[v], cost + problem.price(v)
-    return size <= sizes[value] and cost <= problem.price(value)
-
-
 def _later(problem: Problem, sizes: list[float]) -> int:
     """Bar the values that all of what is made from them can stand for, and count them."""
     readers: dict[int, list[int]] = {}
@@ -155,7 +146,7 @@ def _later(problem: Problem, sizes: list[float]) -> int:
     for value in sorted(relevant - problem.need):
         if sizes[value] < INF and problem.cost[problem.producer[value]] < INF:
             made = {v for op in readers[value] for v in problem.outputs[op] if v in relevant}
-            if _within(problem, sizes, made, value, 0.0):
+            if sum(sizes[v] for v in made) <= sizes[value]:
                 sizes[value] = INF
                 count += 1
     return count
@@ -166,7 +157,11 @@ def _sooner(problem: Problem, sizes: list[float]) -> int:
     count = 0
     for value in sorted(problem.relevant):
         op = problem.producer[value]
-        if sizes[value] < INF and _within(problem, sizes, problem.reads[op], value, problem.cost[op]):
+        if (
+            sizes[value] < INF
+            and not problem.cost[op]
+            and sum(sizes[v] for v in problem.reads[op]) <= sizes[value]
+        ):
             sizes[value] = INF
             count += 1
     return count

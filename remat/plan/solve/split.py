@@ -79,7 +79,6 @@ def _alone(problem: Problem, ops: Sequence[int]) -> tuple[Problem, tuple[int, ..
         reads=tuple(tuple(number[v] for v in _ties(problem, op)) for op in ops),
         producer=tuple(place[problem.producer[v]] for v in values),
         size=tuple(problem.size[v] for v in values),
-        keep=tuple(problem.price(v) for v in values) if problem.keep else (),
         need=frozenset(number[v] for v in values if v in problem.need),
     )
     return part, values
