@@ -11,7 +11,7 @@ step (three forwards), the cheapest ready policy that fits, and the proven gap.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.common.records import RESULTS
@@ -22,7 +22,9 @@ from remat.plan.compared import ready
 from remat.plan.graph import Graph
 from remat.plan.solve import INF, complete, solve
 
-COLUMNS = "model cost code asked_bytes then now greedy now_share greedy_share ready gap".split()
+COLUMNS: Sequence[str] = (
+    "model cost code asked_bytes then now greedy now_share greedy_share ready gap".split()
+)
 
 
 def rows(name: str, former: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
