@@ -13,7 +13,7 @@ from remat.transforms.scan import Advance, Restore, Reverse, Store
 
 @dataclass
 class Draw:
-    """Draw a checkpointing schedule as text, and as a PNG."""
+    """Draw a checkpointing schedule as text."""
 
     length: int = 32
     """Steps of the scan."""
