@@ -21,6 +21,11 @@ _PROGRAM = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
 _MOST = 5_000
 
 
+# What is held: pairs of a place and a value. Places are told apart by identity: a key may be a tensor, which
+# is compared elementwise.
+_Held = list[tuple[Any, Any]]
+
+
 class Holding:
     """One place, as it is now: a dict, a list, slots of an object, cells of a function, names of a file."""
 
@@ -30,73 +35,67 @@ class Holding:
         self.where = where
         self.before = self.held()
 
-    def held(self) -> dict[Any, Any]:
+    def held(self) -> _Held:
         """What is there now."""
         raise NotImplementedError
 
-    def write(self, held: dict[Any, Any]) -> None:
+    def write(self, held: _Held) -> None:
         """Let this be there."""
         raise NotImplementedError
 
-    def values(self, held: dict[Any, Any]) -> list[Any]:
-        """The values among what is held."""
-        return [value for value in held.values() if value is not MISSING]
+    def values(self) -> list[Any]:
+        """The values that were there."""
+        return [value for _, value in self.before if value is not MISSING]
 
     def new(self) -> list[Any]:
         """The values that were not there before."""
-        old = set(map(id, self.values(self.before)))
-        return [value for value in self.values(self.held()) if id(value) not in old]
+        old = set(map(id, self.values()))
+        return [value for _, value in self.held() if value is not MISSING and id(value) not in old]
 
     def restore(self) -> None:
         """Let the same be there as before, in its order."""
-        now = self.held()
-        same = [*now] == [*self.before] and all(now[k] is v for k, v in self.before.items())
+        now, before = self.held(), self.before
+        same = len(now) == len(before) and all(
+            a is c and b is d for (a, b), (c, d) in zip(now, before, strict=True)
+        )
         if not same:
-            self.write(self.before)
+            self.write(before)
 
 
 class Items(Holding):
     """A dict, by its items; of a subclass of a dict no method is asked."""
 
-    def held(self) -> dict[Any, Any]:
-        # (A key may be a tensor, whose hash is its identity but which is compared elementwise.)
-        return {id(k): (k, v) for k, v in _kind(self.where).items(self.where)}
+    def held(self) -> _Held:
+        return list(_kind(self.where).items(self.where))
 
-    def values(self, held: dict[Any, Any]) -> list[Any]:
-        return [value for _, value in held.values()]
-
-    def restore(self) -> None:
-        now, before = self.held(), self.before
-        if [*now] == [*before] and all(now[k][1] is v for k, (_, v) in before.items()):
-            return
+    def write(self, held: _Held) -> None:
         kind = _kind(self.where)
         kind.clear(self.where)
-        for key, value in before.values():
+        for key, value in held:
             kind.__setitem__(self.where, key, value)
 
 
 class Elements(Holding):
     """A list, a set or a deque."""
 
-    def held(self) -> dict[Any, Any]:
-        kind: Any = _base(self.where)
-        return dict(enumerate(kind.__iter__(self.where)))
+    def held(self) -> _Held:
+        return [(None, value) for value in _base(self.where).__iter__(self.where)]
 
-    def write(self, held: dict[Any, Any]) -> None:
-        kind: Any = _base(self.where)
+    def write(self, held: _Held) -> None:
+        kind = _base(self.where)
         kind.clear(self.where)
-        (kind.update if kind is set else kind.extend)(self.where, held.values())
+        (kind.update if kind is set else kind.extend)(self.where, [value for _, value in held])
 
 
 class Slots(Holding):
     """The slots of an object: (member of its class, ...) with it."""
 
-    def held(self) -> dict[Any, Any]:
+    def held(self) -> _Held:
         members, value = self.where
-        return {member: _in_slot(member, value) for member in members}
+        return [(member, _in_slot(member, value)) for member in members]
 
-    def write(self, held: dict[Any, Any]) -> None:
-        for member, value in held.items():
+    def write(self, held: _Held) -> None:
+        for member, value in held:
             # What cannot be written was not: Cython's functions show such a member as another int each time.
             with contextlib.suppress(AttributeError):
                 if value is MISSING:
@@ -108,11 +107,11 @@ class Slots(Holding):
 class Cells(Holding):
     """The cells that a function closes over."""
 
-    def held(self) -> dict[Any, Any]:
-        return {at: in_cell(cell) for at, cell in enumerate(self.where)}
+    def held(self) -> _Held:
+        return [(cell, in_cell(cell)) for cell in self.where]
 
-    def write(self, held: dict[Any, Any]) -> None:
-        for cell, value in zip(self.where, held.values(), strict=True):
+    def write(self, held: _Held) -> None:
+        for cell, value in held:
             if value is not MISSING:
                 cell.cell_contents = value
             elif in_cell(cell) is not MISSING:
@@ -120,14 +119,14 @@ class Cells(Holding):
 
 
 class FileNames(Holding):
-    """FileNames of a file: its namespace, and which names a function reads there."""
+    """The namespace of a file, and which names a function reads there."""
 
-    def held(self) -> dict[Any, Any]:
+    def held(self) -> _Held:
         space, names = self.where
-        return {name: space.get(name, MISSING) for name in names}
+        return [(name, space.get(name, MISSING)) for name in names]
 
-    def write(self, held: dict[Any, Any]) -> None:
-        for name, value in held.items():
+    def write(self, held: _Held) -> None:
+        for name, value in held:
             if value is MISSING:
                 self.where[0].pop(name, None)
             else:
@@ -137,14 +136,14 @@ class FileNames(Holding):
 class Attributes(Holding):
     """The attributes of a class."""
 
-    def held(self) -> dict[Any, Any]:
-        return {k: v for k, v in vars(self.where).items() if not k.startswith("__")}
+    def held(self) -> _Held:
+        return [(k, v) for k, v in vars(self.where).items() if not k.startswith("__")]
 
-    def write(self, held: dict[Any, Any]) -> None:
-        now = self.held()
-        for name in now.keys() - held.keys():
+    def write(self, held: _Held) -> None:
+        now, before = dict(self.held()), dict(held)
+        for name in now.keys() - before.keys():
             type.__delattr__(self.where, name)
-        for name, value in held.items():
+        for name, value in held:
             if now.get(name, MISSING) is not value:
                 type.__setattr__(self.where, name, value)
 
@@ -152,13 +151,13 @@ class Attributes(Holding):
 class Cached(Holding):
     """What an `lru_cache` remembers."""
 
-    def held(self) -> dict[Any, Any]:
+    def held(self) -> _Held:
         # With a bound it shows what it has remembered, without one the table of that.
         shown = gc.get_referents(self.where)
         tables = [table for table in shown if type(table) is dict and table is not vars(self.where)]
-        return {id(value): value for value in (*shown, *[v for table in tables for v in table.values()])}
+        return [(None, value) for value in (*shown, *[v for table in tables for v in table.values()])]
 
-    def write(self, held: dict[Any, Any]) -> None:
+    def write(self, held: _Held) -> None:
         # Its table is its own. What was in there is computed again when it is asked for.
         self.where.cache_clear()
 

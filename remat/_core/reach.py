@@ -156,7 +156,7 @@ class Reach:
     def _note(self, holder: Holding, look: bool = True, isolate: bool = False) -> None:
         (self._isolated if isolate else self._others).append(holder)
         if look:
-            self._stack += holder.values(holder.before)
+            self._stack += holder.values()
 
     def _container(self, value: Any) -> None:
         if _is_of_the_process(value):
@@ -226,7 +226,7 @@ class Reach:
                 named = FileNames((space, names))
                 self._note(named)
                 # `import state` makes what is in there as near as what is in this file.
-                for module in [v for v in named.before.values() if issubclass(type(v), types.ModuleType)]:
+                for module in [v for v in named.values() if issubclass(type(v), types.ModuleType)]:
                     if not _is_library(module.__name__) and id(vars(module)) not in met:
                         met.add(id(vars(module)))
                         spaces.append(vars(module))
