@@ -26,6 +26,7 @@ from remat.cli.measure import percentiles
 Params = dict[str, Tensor]
 # At most so many times no remat; policies and budgets at most 1.15 of `save_nothing`.
 LIMITS = {"torch.func.grad": 3.5, "vmap(grad)": 4.0, "jvp": 1.15, "jvp(grad)": 3.0, "grad inside": 3.5}
+LIMITS["grad(grad)"] = 4.0
 POLICIES = {
     "save_nothing": save_nothing,
     "save_matmuls": save_matmuls,
@@ -95,7 +96,13 @@ class Functional:
         if way in ("backward", "grad inside"):
             leaves = [{k: v.requires_grad_() for k, v in own.items()} for own in params]
             return lambda: loss(leaves, x).backward()
+
+        def norm(params: list[Params]) -> Tensor:
+            found = [g for own in grad(loss)(params, x) for g in own.values()]
+            return torch.stack([g.square().sum() for g in found]).sum()
+
         return {
+            "grad(grad)": lambda: grad(norm)(params),
             "torch.func.grad": lambda: grad(loss)(params, x),
             "vmap(grad)": lambda: vmap(grad(loss), (None, 0))(params, batch),
             "jvp": lambda: jvp(loss, (params, x), (along, x)),

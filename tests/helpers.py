@@ -61,7 +61,7 @@ def nan_where_nobody_wrote(backend: str | None = None) -> Iterator[None]:
 def forget() -> None:
     """Forget what first calls taught: the next call of every region is a first one."""
     for known in list(cache._caches.values()):
-        known.uses_func = known.differentiates = known.unframed = False
+        known.differentiates = known.unframed = False
     forget_all()
     # A graph that an earlier test left alive would have its values fetched ahead in the next one's backward.
     transfer._order.last = None

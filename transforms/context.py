@@ -99,7 +99,6 @@ class Mode(DispatchMode):
     records = False  # whether it watches a forward
     reruns = False  # whether it watches one of which the function runs again
     levels = False  # whether it watches one that a level of torch.func differentiates
-    skipped = False  # whether it has left out an op, for whose results something without numbers stands in
     parent: Mode | None = None  # what records or replays around it
     # Whether hooks of the user's lie between. They may run it again alone, as torch's checkpoint does, and
     # then it has to keep the same: it shares nothing with what is around.
@@ -185,7 +184,8 @@ def inside() -> AbstractContextManager[None]:
 def _inside(mode: Mode) -> Iterator[None]:
     start = mode.position
     yield
-    mode.tape.inner.append((start, mode.position))
+    if (pair := (start, mode.position)) not in mode.tape.inner:  # as on a tape that is followed
+        mode.tape.inner.append(pair)
 
 
 def selective_around() -> bool:

@@ -104,6 +104,15 @@ def not_repeated(region: str, what: str) -> str:
     )
 
 
+def carried(name: str) -> str:
+    """What is said where a derivative is written to what a region did not make, below its levels."""
+    return (
+        f"region {name!r} writes what carries a derivative into an argument or captured tensor. Under nested "
+        "derivatives of torch.func the derivative would be lost there. Write what is detached "
+        "(`.detach()`), or return the new value."
+    )
+
+
 def changing(name: str) -> str:
     """The message for a function that reads another captured tensor whenever it starts over."""
     return (

@@ -83,9 +83,7 @@ class Traits:
         self.writes: tuple[str | int, ...] = ()
         self.conditional: int | None = None  # position of the flag on which the writes depend
         self.view = self.inplace = self.only_shape = False
-        # What it makes is looked at by torch itself: a tangent that is known to be zero has no memory.
         self.changes_shape = torch.Tag.inplace_view in getattr(op, "tags", ())
-        self.looked_at = self.changes_shape or op is torch.ops.aten._efficientzerotensor.default
         self.name, self.native = _basename(op), getattr(op, "namespace", "") == "aten"
         self.fills = self.native and self.name in _FILLS
         name, ours = self.name, self.native
@@ -504,12 +502,17 @@ class Operands:
         self._memories: dict[int, weakref.ref[Any]] = {}  # by their roots
         self._places: dict[int, tuple[weakref.ref[Any], Any]] = {}
         for at, tensor in enumerate(arguments):
-            self._add(-1 - at, tensor)
+            self.add(-1 - at, tensor)
 
     def made(self, node: Any, out: Any) -> None:
         """Note where the results of an op lie."""
         for number, tensor in enumerate(tensors_in(out), node.first):
-            self._add(number, tensor)
+            self.add(number, tensor)
+
+    def lies_at(self, number: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies where the value with this number is known to lie."""
+        place = self._places.get(number)
+        return place is not None and place[0]() is memory_of(tensor) and place[1] == geometry(tensor)
 
     def unlike(self, read: Iterable[tuple[int, torch.Tensor]], absent: Callable[[], Any]) -> str | None:
         """What an op reads, with the numbers that it read in the forward, that is not that; None if it is.
@@ -538,7 +541,8 @@ class Operands:
         was = self.outside(-1 - number) if number < 0 else None
         return was is not None and _one_place(was, tensor)
 
-    def _add(self, number: int, tensor: torch.Tensor) -> None:
+    def add(self, number: int, tensor: torch.Tensor) -> None:
+        """Note where the value with this number lies."""
         memory = memory_of(tensor)
         if memory is None:
             return

@@ -28,27 +28,6 @@ def without_data(outs: Any) -> Any:
     return outs
 
 
-def hollow(meta: Meta) -> torch.Tensor:
-    """A tensor of this metadata whose numbers nobody reads.
-
-    Its memory is real: user code may still look at it in ways torch does not see, which must not crash. Nor
-    must a derivative that comes to nothing in the end, if these are indices for it: they are zeros.
-    """
-    shape, stride, dtype, device = meta
-    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    return tensor if dtype.is_floating_point or dtype.is_complex else tensor.zero_()
-
-
-def stand_in(outs: Any) -> Any:
-    """What stands in for the results of a skipped op, each in memory of its own.
-
-    Values of a recomputation are told apart by their storages.
-    """
-    if isinstance(outs, Meta):
-        return hollow(outs)
-    return type(outs)([stand_in(v) for v in outs]) if isinstance(outs, (tuple, list)) else outs
-
-
 class LeftOut:
     """Stands for what is neither a tensor nor a constant: a group of processes, a collective, a storage."""
 

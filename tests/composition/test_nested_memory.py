@@ -1,11 +1,13 @@
 """Regions inside regions under torch.func: results that lie in one memory, and memory that is gone."""
 
+import gc
+
 import pytest
 import torch
-from torch.func import grad
+from torch.func import grad, jacrev, vjp, vmap
 
 from remat import remat, save_matmuls, save_nothing
-from tests.helpers import rand, same
+from tests.helpers import LiveBytes, rand, same
 
 
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
@@ -28,3 +30,37 @@ def test_a_transform_inside_a_region_runs_python_once_in_a_first_call(policy):
     out = energy(x)
     same(drawn, torch.rand(1), 0.0)
     same(got, torch.autograd.grad(out.sum(), x))
+
+
+TRANSFORMED = {
+    "grad": lambda g: grad(lambda a: g(a).sum()),
+    "vjp": lambda g: lambda x: vjp(lambda a: g(a) * a, x)[1](x)[0],
+    "vmap of grad": lambda g: vmap(grad(lambda a: g(a).sum())),
+    "grad of grad": lambda g: grad(lambda a: grad(lambda a: g(a).sum())(a).sin().sum()),
+    "two regions": lambda g: grad(lambda a: g(g(a)).sum()),
+    "jacrev": lambda g: lambda x: jacrev(lambda s: g(s * x).sum(0))(torch.ones(())),
+}
+
+
+@pytest.mark.parametrize("level", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMED)
+def test_a_region_in_a_transform_in_a_region_holds_what_the_outer_one_does(transform, level):
+    """Nodes of the inner one hold nothing beside what hooks of the outer one see."""
+
+    def kept(inner):
+        region = remat(lambda x: TRANSFORMED[transform](inner)(x.exp()).sin())
+        found = []
+        for _ in range(3):
+            x = torch.linspace(-1, 1, 400 * 100).view(400, 100)
+            with LiveBytes() as live:
+                # (A pull-back holds the graph, and no result.)
+                held = vjp(lambda x: region(x).sum(), x)[1] if level else region(x.requires_grad_()).sum()
+            gc.collect()
+            found.append(live.bytes // x.nbytes)
+            del held
+        return found
+
+    def inner(a):
+        return (a.sin() * a.cos()).tanh()
+
+    assert kept(remat(inner)) == kept(inner) == [0, 0, 0]

@@ -66,3 +66,29 @@ def test_what_cannot_be_followed_is_refused_where_levels_nest() -> None:
         torch.testing.assert_close(FUNC.grad(fn)(X), X.cos())
         with pytest.raises(RematError, match=told):
             FUNC.grad(lambda x, fn=fn: FUNC.grad(fn)(x).sum())(X)
+
+
+def doubled(h: Tensor) -> Tensor:
+    return h.mul_(3).sin()
+
+
+def counted(h: Tensor) -> Tensor:
+    total = torch.zeros(4, dtype=h.dtype)
+    return remat(lambda h, total: (total.add_(h.mean(0)), h * total)[1])(h, total) * total
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    "fn", [lambda wrap: lambda x: wrap(doubled)(x * 2), lambda wrap: counted], ids=["h", "total"]
+)
+def test_a_derivative_written_to_an_argument_is_kept_at_one_level_and_refused_where_they_nest(
+    fn: Any, nested: bool
+) -> None:
+    grad, region = FUNC.grad, fn(remat)
+    plain = fn(lambda f: f) if region is not counted else lambda x: x * x.mean(0) ** 2
+    for _ in range(3):
+        if not nested:
+            torch.testing.assert_close(grad(lambda x: region(x).sum())(X), grad(lambda x: plain(x).sum())(X))
+            continue
+        with pytest.raises(RematError, match="writes what carries a derivative"):
+            grad(lambda x: grad(lambda x: region(x).sum())(x).sum())(X)

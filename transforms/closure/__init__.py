@@ -3,7 +3,6 @@
 from remat.transforms.closure.bindings import (
     Bindings,  # which tensors are where in reach, so that a recomputation sees them again
     captured,  # the tensors among what functions lead to that could carry a derivative or a batch dimension
-    holds_tensors,  # whether the node of an autograd.Function reads tensors that it has not saved
     reached,  # everything that functions, modules and containers lead to
     standing_in,  # a function with other tensors in the place of those it captures
 )

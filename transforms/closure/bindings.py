@@ -492,27 +492,3 @@ def _is_users(value: Any) -> bool:
 
 def _is_region(function: types.FunctionType) -> bool:
     return hasattr(function, "__wrapped__") and function.__globals__.get("__name__", "").startswith("remat.")
-
-
-def holds_tensors(node: Any) -> bool:
-    """Whether the node of an autograd.Function holds a tensor that it has not saved, or closes over one."""
-    rule: Any = getattr(type(node), "_forward_cls", None)
-    return any(_holds_tensor(value, 3) for value in (*vars(node).values(), *_closed_over(rule)))
-
-
-def _closed_over(rule: Any, depth: int = 2) -> Iterator[Any]:
-    """What the backward of an autograd.Function closes over; below functorch levels it is that of another."""
-    for cell in getattr(getattr(rule, "backward", None), "__closure__", None) or ():
-        with contextlib.suppress(ValueError):
-            value = cell.cell_contents
-            if not is_a(value, type):
-                yield value
-            elif depth:
-                yield from _closed_over(value, depth - 1)
-
-
-def _holds_tensor(value: Any, depth: int) -> bool:
-    # Our own nodes hold no tensors there, but say whether they read more than they have saved.
-    if is_tensor(value) or getattr(type(value), "reads_more", False):
-        return True
-    return depth > 0 and any(_holds_tensor(part, depth - 1) for part in _contents(value))

@@ -67,9 +67,6 @@ class Missed(BaseException):
 
 
 _PULLS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
-# How Python comes to set a hook: on a tensor, or on the node that it asks one for.
-_HOOKS: Any = (torch.Tensor.register_hook, torch.Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
-
 
 # What a level of torch.func has for itself, where one graph below all levels serves those around as well.
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -117,7 +114,6 @@ class ClosureConversion(TorchFunctionMode):
         self.reads = True  # whether it is the function itself that calls a torch function
         self.strict = True
         self.trials = 0  # how many runs on stand-ins are going on
-        self.hooked = False  # whether the function may have set hooks, which no saved-tensor hook tells of
         self.pulled = False  # whether a region ran inside, or a backward, whose values no torch function made
 
     def lenient(self) -> ClosureConversion:
@@ -172,7 +168,6 @@ class ClosureConversion(TorchFunctionMode):
         if func is cond and len(args) == 4 and chosen_here():
             return self._chosen(*args)
         self.pulled = self.pulled or func in _PULLS
-        self.hooked = self.hooked or func in _HOOKS
         if func is torch.autograd.grad and not kwargs.get("is_grads_batched", True):
             # This mode is off in here; hooks and custom rules of the backward may read captured tensors.
             out = graded_under(self._all_in_backward(), *args, **kwargs)

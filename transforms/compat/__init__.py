@@ -163,6 +163,7 @@ from remat.transforms.compat.graph import (
     hook_saved,  # give hooks to what a node has saved without any
     is_stale,  # whether a tensor is left from an earlier step, and its graph or its vmap is gone
     listed,  # what such a slot holds: a saved tensor, or several
+    saved_by,  # the tensors that a node has saved without hooks, each with its slot
     saved_slots,  # where a node of a kind saves tensors
 )
 from remat.transforms.compat.modes import (

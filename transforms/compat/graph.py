@@ -6,6 +6,7 @@ Private names of torch, each with its reason. Supported: torch 2.11 to 2.15, tri
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,15 +80,21 @@ class Hooked(Exception):
 def hook_saved(node: Any, pack: Any, unpack: Any) -> None:
     """Give hooks to the tensors that a node has saved without any. What was written to since stays as it is,
     so that autograd says so."""
+    for slot, value in saved_by(node):
+        # Autograd packs no Python number, which our dispatch modes take for one.
+        if value.dim() or value.requires_grad or not value.is_cpu:
+            # (Torch would give an alias, by `detach`, which drops tangents.)
+            slot.register_hooks(lambda _, given=[value]: pack(given.pop()), unpack)
+
+
+def saved_by(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The tensors that a node has saved without hooks, with their slots, but for those written to since."""
     for name in saved_slots(type(node)):
         slots = listed(getattr(node, name))
         # (2.11 does not tell.)
         if not any([getattr(slot, "unpack_hook", None) is not None for slot in slots]):
-            for slot, value in zip(slots, _unwritten(node, name), strict=False):
-                # Autograd packs no Python number, which our dispatch modes take for one.
-                if value is not None and (value.dim() or value.requires_grad or not value.is_cpu):
-                    # (Torch would give an alias, by `detach`, which drops tangents.)
-                    slot.register_hooks(lambda _, given=[value]: pack(given.pop()), unpack)
+            pairs = zip(slots, _unwritten(node, name), strict=False)
+            yield from [(slot, value) for slot, value in pairs if value is not None]
 
 
 def _unwritten(node: Any, name: str) -> Any:

@@ -5,6 +5,7 @@ from remat.transforms.eager.frame import (
 )
 from remat.transforms.eager.inputs import (
     Inputs,  # the arguments of one call, and the state around it
+    steering,  # what arguments that are no tensors tell of the ops that run
 )
 from remat.transforms.eager.levels import (
     NOTHING_REVERSED,  # what `served_level` is where no level differentiates in reverse
@@ -17,10 +18,7 @@ from remat.transforms.eager.rerun import (
     stop_enclosing,  # end the run of an enclosing region's function, where it has all it needs
 )
 from remat.transforms.eager.saved import (
-    Unwatched,  # a value of a forward that only watches what is saved was asked for
     enclosed,  # whether the saved-tensor hooks in force are those of a region
-    unread,  # the second of two hooks that only watch what is saved
     users,  # the innermost saved-tensor hooks that are the user's own
     users_own,  # whether hooks are the user's own, with no region in between
-    watched,  # whether a region below functorch levels watches what is saved
 )

@@ -61,7 +61,6 @@ from remat.transforms.eager.saved import (
     tables,
     users,
     users_own,
-    watcher,
 )
 from remat.transforms.eager.settle import (
     broken_off,
@@ -270,11 +269,9 @@ class Frame(Packer):
             owner = next_node() - 1 - self.start
         handle = Handle(len(self.handles))
         self.handles.append(weakref.ref(handle))
-        number = recorder.pack(tensor, owner)
+        recorder.pack(tensor, owner)
         if recorder.tape.sized_by_data:
             self.shapes[handle.at] = tensor.shape
-        if number < 0 and (tell := watcher(self.inputs.hooks)) is not None:
-            tell(tensor)
         if self.region.cache.differentiates:
             if self.early is None:
                 self.early = weakref.WeakKeyDictionary()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -93,17 +93,9 @@ class Inputs:
             ]
         )
         training = getattr(self.region.function, "training", None)
-        steering = tuple(self._steering()) if len(self.leaves) > len(self.tensors) else ()
+        own = tuple(steering(self.leaves)) if len(self.leaves) > len(self.tensors) else ()
         wrappers = tuple([(i, w.signature()) for i, w in self.wrappers.items()])
-        return shapes, training, self.ambient.autocast, self.spec, steering, wrappers
-
-    def _steering(self) -> Iterator[Any]:
-        for leaf in self.leaves:
-            # A class as a number: a metaclass may define a hash, and the ops are compared anyway.
-            kind = type(leaf)
-            yield leaf if kind in _STEERING else id(kind)
-            if (number := plain_of(leaf)) is not None:
-                yield number
+        return shapes, training, self.ambient.autocast, self.spec, own, wrappers
 
     def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, in a graph of their own; one that was passed twice is one again."""
@@ -164,3 +156,13 @@ class Inputs:
             return of_captured(self.region.function, tensor)
         spec = self.spec or flatten((tuple([None] * len(self.arguments)), {}))[1]
         return of_arguments(self.region.function, spec).get(self.arguments[self.local_at[at]])
+
+
+def steering(leaves: Iterable[Any]) -> Iterator[Any]:
+    """What arguments that are no tensors tell of the ops that run."""
+    for leaf in leaves:
+        # A class as a number: a metaclass may define a hash, and the ops are compared anyway.
+        kind = type(leaf)
+        yield leaf if kind in _STEERING else id(kind)
+        if (number := plain_of(leaf)) is not None:
+            yield number

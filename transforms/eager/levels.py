@@ -61,7 +61,7 @@ from remat.transforms.ops import lies, version_of
 from remat.transforms.pytree import flatten, split
 from remat.transforms.region import Region
 from remat.transforms.state import RandomState
-from remat.transforms.tape import Held, Recorder
+from remat.transforms.tape import CARRIES, Held, Recorder
 
 _PROBE = torch.empty(0)
 # What torch.func does not run at its levels, and the primitive runs below them.
@@ -257,7 +257,9 @@ class LevelFrame(Frame):
             if ref is not None and (handle := ref()) is not None:
                 handle.value = Held(tensor, self.region.name, None)
                 handle.value.version = version
-        self.whole = self.region.cache.unframed = True
+        self.whole = True
+        # (The primitive has no place for such a derivative.)
+        self.region.cache.unframed = self.tape.rerun_reason != CARRIES
         return True
 
     def _not_served(self) -> Unserved:

@@ -169,7 +169,7 @@ def users(hooks: Hooks | None) -> Hooks | None:
     """The innermost saved-tensor hooks that are the user's own."""
     while hooks is not None and isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
         hooks = frame.inputs.hooks
-    return None if hooks is None or hooks[1] is unread else hooks
+    return hooks
 
 
 def users_own(hooks: Hooks | None) -> bool:
@@ -181,35 +181,6 @@ def enclosed() -> bool:
     """Whether the saved-tensor hooks in force are those of a region."""
     hooks = top_hooks()
     return hooks is not None and belongs_to_region(hooks[0])
-
-
-class Unwatched(BaseException):
-    """A value of a forward that only watches what is saved was asked for: by a backward inside."""
-
-
-def unread(_: Any) -> torch.Tensor:
-    """The second of two hooks that only watch what is saved."""
-    raise Unwatched
-
-
-def watcher(hooks: Hooks | None) -> Callable[[torch.Tensor], Any] | None:
-    """Whom to tell what a region reads without being given it, None if nobody needs to know.
-
-    A region that runs below functorch levels calls its function again with its operands, or with empty ones
-    in the place of those nobody reads. It watches what is saved, and sees nothing of what regions inside do.
-    """
-    while hooks is not None:
-        if hooks[1] is unread:
-            return hooks[0]
-        frame = getattr(hooks[0], "__self__", None)
-        hooks = frame.inputs.hooks if isinstance(frame, Packer) else None
-    return None
-
-
-def watched() -> bool:
-    """Whether a region that runs below functorch levels watches what is saved, with no region in between."""
-    hooks = top_hooks()
-    return hooks is not None and hooks[1] is unread
 
 
 # -- what recomputed values become when a backward pass ends -------------------------------------------------

@@ -13,7 +13,7 @@ from remat.transforms.compat import graph_task
 from remat.transforms.context import active, untracked
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.residuals import bytes_of
-from remat.transforms.eager.saved import tables, users, watcher
+from remat.transforms.eager.saved import tables, users
 from remat.transforms.errors import RematError
 from remat.transforms.offload import held_tensors
 from remat.transforms.ops import tensors_in
@@ -217,7 +217,7 @@ def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
             _tell_numbers(frame.kept, recorder)
     if recorder.parent is not None or frame.inputs.hooks is not None:
         # A region around copies what is about to be overwritten.
-        _tell_around(frame, recorder, kept if hooks is None else frame.kept)
+        recorder.offer_around(kept if hooks is None else frame.kept)
 
 
 def _tell_numbers(kept: dict[int, Any], recorder: Recorder) -> None:
@@ -231,14 +231,6 @@ def _tell_numbers(kept: dict[int, Any], recorder: Recorder) -> None:
             for number, held in enumerate(flatten(value)[0], nodes[at].first):
                 if isinstance(held, Held):
                     held.known = (*held.known, (weakref.ref(mode), number))
-
-
-def _tell_around(frame: Any, recorder: Recorder, kept: dict[int, Any]) -> None:
-    """What a region keeps is not computed again by a region around it, and what it reads is not lost."""
-    if (tell := watcher(frame.inputs.hooks)) is not None:
-        for at in frame.held:
-            tell(recorder.outside[at])
-    recorder.offer_around(kept)
 
 
 # -- reports, and early backwards ----------------------------------------------------------------------

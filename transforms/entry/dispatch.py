@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -30,7 +30,6 @@ from remat.transforms.closure import (
     stored_first,
 )
 from remat.transforms.compat import (
-    allow_hooks,
     below_levels,
     depth,
     function_modes,
@@ -38,19 +37,13 @@ from remat.transforms.compat import (
     hooks_disabled,
     in_transform,
     is_batched,
-    is_hook_refusal,
     is_tracing,
-    is_wrapped,
     jit_trace,
     level_of,
     modes_active,
-    pop_hooks,
-    push_hooks,
-    refuse_hooks,
     tangent_of,
     top_hooks,
     uncompiled,
-    unwrap_once,
     unwrapped,
 )
 from remat.transforms.compiled import GraphLowering
@@ -77,20 +70,17 @@ from remat.transforms.eager import (
     LevelFrame,
     LevelInputs,
     Unserved,
-    Unwatched,
     enclosed,
     served_level,
+    steering,
     stop_enclosing,
-    unread,
     users,
     users_own,
-    watched,
 )
-from remat.transforms.errors import RematError, changing
-from remat.transforms.functorch import Aliasing, Carried, Family, Prim, World, call
+from remat.transforms.errors import RematError, carried, changing
+from remat.transforms.functorch import Aliasing, Family, Prim, World, call
 from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.objects import is_tensor
-from remat.transforms.ops import storage
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Region
 from remat.transforms.state import (
@@ -157,7 +147,7 @@ def run(
         if level == NOTHING_REVERSED:
             return _run_forward(region, args, kwargs, bind)
         cache = region.cache
-        unframed = cache.unframed or cache.differentiates or cache.copied or cache.by_levels
+        unframed = cache.unframed or cache.differentiates or cache.by_levels
         traced = active.sessions or (modes_active() and is_tracing())
         if level is not None and not unframed and not traced:
             if function_modes():
@@ -167,10 +157,8 @@ def run(
         return _run_primitive(region if bind is None else bind(), args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return region.function(*args, **kwargs)
-    # AOTAutograd without Dynamo calls no hooks. A region around, below levels, sees what is saved, and its
-    # pull-back, perhaps at a level, must have the same nodes.
-    unhooked = hooks_disabled() is not None or (modes_active() and is_tracing())
-    if unhooked or (active.stack and watched()):
+    # AOTAutograd without Dynamo calls no hooks.
+    if hooks_disabled() is not None or (modes_active() and is_tracing()):
         return _run_primitive(region if bind is None else bind(), args, kwargs)
     if function_modes():
         with past_function_modes():
@@ -350,15 +338,10 @@ def _as_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any])
                 break
             found.append(missed.tensor)
             begun = []  # a recomputation of the region around misses it again
-        except Carried as carried:
-            attempt.learn_copied(carried.places, reach)
-        except WatchingRefused:
-            pass
         except Exception as error:
-            leaf = "leaf Variable that requires grad" in str(error) and world is None
-            if leaf and not set(graded := attempt.graded()).issubset(attempt.copied):
-                attempt.learn_copied(graded, reach)
-            elif "is not differentiable with respect to" in str(error) and not region.cache.by_levels:
+            if "leaf Variable that requires grad" in str(error) and world is None:
+                raise RematError(carried(region.name)) from error
+            if "is not differentiable with respect to" in str(error) and not region.cache.by_levels:
                 region.cache.by_levels = True
             elif "would mutate a captured Tensor" in str(error) and not region.cache.writes_operands:
                 region.cache.writes_operands = True
@@ -411,7 +394,9 @@ class FlatCall:
         taps: Any,
         world: World | None,
     ) -> None:
-        self.region, self.leaves, self.spec, self.at, self.taps = region, leaves, spec, at, taps
+        self.region, self.spec, self.at, self.taps = region, spec, at, taps
+        # Nodes hold this, and what they have saved is for them, or for hooks, to hold.
+        self.leaves = [] if spec is None else merge(leaves, at, [None] * len(at))
         # One that was passed twice is one for the function, too.
         unique = list({id(t): t for t in tensors}.values())
         places = {id(t): i for i, t in enumerate(unique)}
@@ -424,16 +409,16 @@ class FlatCall:
         # Who has registered state of their own puts it back: what their objects are bound to is theirs.
         self.bindings = Bindings(reach, states=True, bound=not ambient.captured)
         self.family = Family(region, ambient, world)
+        if world is None:
+            self.family.steering = spec, tuple(steering(others))
         self.levels = world is None and under_levels()
         self.out_leaves, self.out_at = list[Any](), list[int]()
         self.out_spec: Any = None  # that of a single tensor is None
         self.aliasing = Aliasing()
         # What the function stores, in what it is given too, is what its first run brings in reach.
         self.others = others
-        self.known: Any = {id(v): v for v in reach if issubclass(type(v), torch.Tensor)}
         self.stored: Stored | None = None
-        # The operands that the function is given copies of, as it writes derivatives into them.
-        self.copied = self._apart(region.cache.copied, reach)
+        self.known: Any = {id(v): v for v in reach if issubclass(type(v), torch.Tensor)}
 
     def restore_state(self, watches: list[Any]) -> None:
         """Undo what a run that was broken off has written; `watches` have noted that, the innermost last."""
@@ -444,9 +429,7 @@ class FlatCall:
 
     def __call__(self) -> Any:
         with labelled("forward", self.region.name):
-            given = list(self.operands)
-            for i in self.copied:
-                given[i] = given[i].clone()
+            given = self.operands
             outs = call(Prim(self.body, self.family), given)
         made_inside(outs)
         rebuilt = self.aliasing.rebuilt
@@ -458,53 +441,19 @@ class FlatCall:
             tree = unflatten(
                 merge(self.out_leaves, self.out_at, list(outs)[: len(self.out_at)]), self.out_spec
             )
-            out, named, stored, written = tree
-            self._write(written)
+            out, named, stored = tree
         if self.taps is not None:
             self.taps.pass_on(named)
         if self.stored is not None:
             self.stored.put(stored)
+        self.operands = []
         return out
-
-    def _apart(self, places: Iterable[int], reach: Iterable[Any]) -> list[int]:
-        """Those of these operands whose memory nothing else looks at, as far as is known."""
-        if not places:
-            return []
-        given = {*map(id, self.captured), *[id(ref()) for ref in self.originals]}
-        others = [t for t in reach if issubclass(type(t), torch.Tensor) and id(t) not in given]
-        memories = [storage(unwrapped(t)) for t in (*self.operands, *others)]
-        return [i for i in sorted(places) if i < len(self.operands) and memories.count(memories[i]) == 1]
-
-    def learn_copied(self, places: Sequence[int], reach: Iterable[Any]) -> None:
-        """The function writes derivatives into these operands: the next attempt gives it copies."""
-        if len(self._apart(places, reach)) < len(places):
-            raise RematError(
-                f"region {self.region.name!r} writes what carries a derivative into an argument or captured "
-                "tensor that shares memory with another one. Under torch.func the derivative would be lost "
-                "to the other. Write what is detached (`.detach()`), or return the new value."
-            )
-        self.region.cache.copied |= frozenset(places)
-
-    def graded(self) -> list[int]:
-        """The places of operands that are differentiated."""
-        return [i for i, t in enumerate(self.operands) if _graded_anywhere(t)]
-
-    def _write(self, written: list[tuple[bool, bool, torch.Tensor]]) -> None:
-        """Let operands carry the derivatives that the function has written into them, below their levels."""
-        for at, (changed, graded, value) in zip(self.copied, written, strict=True):
-            if changed:
-                with contextlib.nullcontext() if graded else torch.no_grad():
-                    self.operands[at].copy_(value)
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.family.ambient.casts:
             # Autocast caches casts of leaves; below the levels every operand would be one, above them none.
             # A region around, whose two runs may come here by other ways, counts no aliases as ops.
             operands = tuple([torch.ops.aten.alias.default(t) for t in operands])
-        around = operands
-        for i in self.copied:
-            operands = (*operands[:i], operands[i].clone(), *operands[i + 1 :])
-        before = [(operands[i]._version, _history(operands[i])) for i in self.copied]
         made_inside(operands)  # for regions around, of which no torch call has told them
         captured = operands[self.count :]
         own = tuple([operands[i] for i in self.places])
@@ -529,7 +478,7 @@ class FlatCall:
         ):
             if self.stored is not None:
                 self.stored.begins_again((function, *self.others))
-            run = functools.partial(self._watched, function)
+            run = functools.partial(self._run, function)
             out, named = self._tapped(run, args, kwargs, table) if self.taps else (run(args, kwargs), ())
             stored: list[torch.Tensor] = []
             objects = [] if self.family.world is not None else results_of(self.region.name, out)
@@ -542,18 +491,16 @@ class FlatCall:
             if any([issubclass(type(arg), (dict, list, tuple)) for arg in (*args, *kwargs.values())]):
                 refuse_given(self.region.name, (args, kwargs), own, out)
             stored = self._stored_first(self.known, objects, conversion)
-        copies = zip(before, [operands[i] for i in self.copied], strict=True)
-        written = [(t._version != v, _history(t) is not node, t) for (v, node), t in copies]
-        if self.taps is None and is_tensor(out) and not stored and not written:
-            return self._leaving([table.get(id(out), out)], around)
+        if self.taps is None and is_tensor(out) and not stored:
+            return self._leaving([table.get(id(out), out)], operands)
         if self.family.world is not None:
             check_results(out, self.region.name)
-        self.out_leaves, self.out_spec = flatten((out, named, stored, written))
+        self.out_leaves, self.out_spec = flatten((out, named, stored))
         tensors, self.out_at = split(self.out_leaves)
         self.out_leaves = merge(self.out_leaves, self.out_at, [None] * len(self.out_at))
         # A captured tensor may be returned as it is, without any torch call that would have met it.
         tensors = [table.get(id(t), t) for t in tensors]
-        return self._leaving(tensors, around)
+        return self._leaving(tensors, operands)
 
     def _stored_first(
         self, known: dict[int, Any], objects: list[Any], conversion: ClosureConversion
@@ -578,53 +525,6 @@ class FlatCall:
             out = run(args, kwargs)
         return out, self.taps.found(mirrors)
 
-    def _watched(self, function: Any, args: Any, kwargs: Any) -> Any:
-        watch, cache = self.family.watch, self.region.cache
-        if self.family.world is None:
-            function = Called(function, self.levels)
-        if watch is None or cache.uses_func or cache.differentiates:
-            self.family.watch = None
-            return run_innermost(function, self.region.selector is not None, args, kwargs)
-        # torch.func refuses hooks; these only watch. Their values are asked for by a backward inside alone.
-        message = hooks_disabled()
-        allow_hooks()
-        push_hooks(watch, unread)
-        recordings()[-1].watching = unread
-        try:
-            return run_innermost(function, self.region.selector is not None, args, kwargs)
-        except Unwatched:
-            cache.differentiates = True
-        except RuntimeError as error:
-            if not is_hook_refusal(error):
-                raise
-            cache.uses_func = True
-        finally:
-            pop_hooks()
-            if message is not None:
-                refuse_hooks(message)
-        # The function differentiates inside; what the backward reads stays unknown, so all of it runs again.
-        raise WatchingRefused
-
-
-def _graded_anywhere(tensor: torch.Tensor) -> bool:
-    """Whether autograd differentiates a tensor, at any level."""
-    with functions_as_they_are():
-        return _differentiated(tensor).requires_grad
-
-
-def _history(tensor: torch.Tensor) -> Any:
-    """The autograd node of a tensor, at the innermost level that differentiates it. A write that is
-    differentiated makes another."""
-    with functions_as_they_are():
-        return _differentiated(tensor).grad_fn
-
-
-def _differentiated(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as the innermost level that differentiates it has it, the bottom one if none does."""
-    while not tensor.requires_grad and is_wrapped(tensor):
-        tensor = unwrap_once(tensor)
-    return tensor
-
-
-class WatchingRefused(BaseException):
-    """The forward must be run afresh, without watching."""
+    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        called = Called(function, self.levels) if self.family.world is None else function
+        return run_innermost(called, self.region.selector is not None, args, kwargs)

@@ -5,7 +5,6 @@ from remat.transforms.functorch.aliasing import (
     Aliasing,  # which results of a region leave its node, and how the others are made of those
 )
 from remat.transforms.functorch.primitive import (
-    Carried,  # a function has written a derivative into operands: it begins again, and returns them
     Family,  # what all primitives derived from one call of a region share
     Prim,  # a function of tensors to a tuple of tensors, ready to be called under any levels
     PullBack,  # (operands, cotangents of the outs at `present`) -> gradients of the operands at `mask`

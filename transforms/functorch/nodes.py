@@ -21,7 +21,6 @@ from remat.transforms.compat import (
     enable_single_level_autograd_function,
     forward_ad_active,
     forward_grad_enabled,
-    functions_as_they_are,
     graph_kept,
     is_dead,
     is_wrapped,
@@ -29,17 +28,24 @@ from remat.transforms.compat import (
     next_node,
     ordinary,
     outside_inference,
+    saved_by,
     uncompiled,
     uncompiled_calls,
     unwrap_for_grad,
-    unwrap_once,
     unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.context import active, inside, ranks_met, untracked
-from remat.transforms.errors import RematError, not_repeated
+from remat.transforms.context import (
+    active,
+    inside,
+    node_of,
+    on_scratch,
+    ranks_met,
+    selective_around,
+    untracked,
+)
+from remat.transforms.errors import RematError
 from remat.transforms.functorch.primitive import (
-    Carried,
     Prim,
     PullBack,
     Residuals,
@@ -49,22 +55,21 @@ from remat.transforms.functorch.primitive import (
     call,
     replaying,
     rule,
-    with_memory,
 )
 from remat.transforms.functorch.results import Results, compared
-from remat.transforms.functorch.rules import hollow_operand, plain_duals, rewrapped
+from remat.transforms.functorch.rules import plain_duals, rewrapped
 from remat.transforms.offload import held_tensors
-from remat.transforms.ops import storage
+from remat.transforms.ops import lies, storage
 from remat.transforms.state import RandomState, held_states, noting, users_aside
 from remat.transforms.tape import (
     Kept,
-    Reachability,
     Recorded,
     Recorder,
     Tape,
+    TraceFollower,
     WriteNotes,
     held_values,
-    holds_unseen,
+    nodes_behind,
     report,
 )
 
@@ -153,33 +158,16 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
         written = {} if residuals is None else residuals.written.replaced
         ctx.save_for_backward(*[t if is_wrapped(t) else written.get(i, t) for i, t in enumerate(operands)])
         return
-    needed = [residuals is None or _is_read(residuals, t) for t in operands]
     # What the region wrote to may be written to again: a snapshot has what it was before.
     source = residuals or prim.source
     written = () if source is None or source.recorded is None else source.recorded.written
-    # Hooks of the user's are given what is saved; they may read it, and what is hollow has no memory.
-    ctx.apart = {
-        i: rewrapped(t, _unversioned) if keep else hollow_operand(t)
-        for i, (t, keep) in enumerate(zip(operands, needed, strict=True))
-        if i in written or not keep
-    }
+    ctx.apart = {i: rewrapped(operands[i], _unversioned) for i in written if i < len(operands)}
     ctx.save_for_backward(*[t for i, t in enumerate(operands) if i not in ctx.apart])
 
 
 def _unversioned(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, whose later writes nobody counts; levels wrap what an attribute returns."""
     return unwrapped(data_of(tensor))
-
-
-def _is_read(residuals: Residuals, tensor: torch.Tensor) -> bool:
-    """Whether the pull-back reads an operand, or a lower level differentiates it too: its place in that graph
-    must then be kept."""
-    tracked_below = False
-    while is_wrapped(tensor):
-        tensor = unwrap_once(tensor)
-        tracked_below = tracked_below or tensor.requires_grad
-    bare = tensor.layout is torch.strided  # for another nothing can stand
-    return tracked_below or tensor.requires_grad or not bare or residuals.needs(tensor)
 
 
 def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
@@ -369,82 +357,79 @@ def _forward(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
 
 def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     region, family = prim.family.region, prim.family
-    tape = Tape(region.name)
-    tape.loose = prim.dual
     graded = {i for mask in prim.masks for i in mask}
-    recorder = Recorder(
-        tape,
-        region.selector,
-        operands,
-        digest=region.digest,
-        reruns=True,
-        decisions=region.decisions,
-        graded=graded,
-    )
+    key = _signature(prim, operands)
+    known: Any = None if key is None else region.traces.get(key)
+    if known is None or (known.tape.writes_arguments and not known.tape.shares_alike(operands)):
+        tape, known = Tape(region.name), None
+        tape.loose = prim.dual
+        recorder = Recorder(tape, region.selector, operands, digest=region.digest, decisions=region.decisions)
+    else:
+        recorder = TraceFollower(
+            known.tape, known.kept, region.selector, operands, False, region.decisions, lambda: None
+        )
+    recorder.reruns, recorder.graded = True, graded
     if active.attempt is not None:
         active.attempt.append(recorder)
     operands = apart(recorder, operands, graded)
     random = RandomState(operands) if region.preserve_rng_state else None
-    saved, packed = set[int](), list[tuple[int, int]]()
-    reaches, unseen, start = list[Reachability](), list[bool](), next_node()
-
-    def watch(tensor: torch.Tensor) -> None:
-        # Not by torch functions, which would seem to be the region's.
-        with functions_as_they_are():
-            bottom = unwrapped(tensor) if is_wrapped(tensor) else tensor
-            number = recorder.number(bottom)
-            if number < 0 or tape.root_of(number) < 0:
-                saved.add(storage(bottom))
-        owner = next_node() - 1 - start
-        packed.extend((source, owner) for source in tape.sources(number, len(tape.nodes)))
+    selector, read, start = recorder.selector, set[int](), next_node()
 
     def note(outs: Tensors) -> None:
-        unseen.append(holds_unseen(outs, start))
-        if len(outs) > 1:
-            reaches.append(Reachability(outs, start))
+        learns = recorder.kept and not recorder.followed
+        nodes = nodes_behind(list(map(node_of, outs)), start) if learns else ()
+        saved = {storage(unwrapped(tensor)) for node in nodes for _, tensor in saved_by(node)}
+        values = recorder.living_values() if saved else ()
+        read.update([number for t, number in values if number >= 0 and storage(t) in saved])
 
-    family.watch, family.made = watch, note
-    selector = recorder.selector
-    try:
-        watching = selector.watching(levels=True) if selector else contextlib.nullcontext()
-        with watching, recorder:
-            try:
-                outs, conversion = noting(prim.recorded or prim.body, *operands)
-            except RematError:
-                if recorder.graded_written:
-                    raise Carried(recorder.graded_written) from None
-                raise
-            unseen += recorder.hooked, conversion is not None and conversion.hooked
-            strays = recorder.outside[len(operands) :]
-            refuse_strays(f"region {region.name!r}", region.function, conversion, strays)
-        if region.ranks is not None and ranks_met():
-            family.meet = region.ranks.compare_pulled(region, recorder)
-    finally:
-        watched = family.watch is not None and not any(unseen)
-        family.watch, family.made = None, None
-    bottoms = [unwrapped(t) if is_wrapped(t) else t for t in outs]
-    recorded = Recorded(region, recorder, packed if watched else None, saved, bottoms, random)
+    family.made = note
+    with selector.watching(levels=True) if selector else contextlib.nullcontext(), recorder:
+        outs, conversion = noting(prim.recorded or prim.body, *operands)
+        strays = recorder.outside[len(operands) :]
+        refuse_strays(f"region {region.name!r}", region.function, conversion, strays)
+    family.made = None
+    if region.ranks is not None and ranks_met():
+        family.meet = region.ranks.compare_pulled(region, recorder)
+    if not recorder.followed:
+        recorder.start_recording()
+    tape, bottoms = recorder.tape, [unwrapped(t) if is_wrapped(t) else t for t in outs]
+    recorded = Recorded(region, recorder, bottoms, random, read, known if recorder.followed else None)
+    if key is not None and not recorder.followed:
+        if (lesson := recorded.lesson()) is None:
+            region.traces.pop(key, None)
+        else:
+            region.traces[key] = lesson
     family.results = compared(family, recorded, bottoms) if tape.loose else None
-    # Of several levels that differentiate, each has its own graph: then all is needed.
-    if watched and len(reaches) == 1 and reaches[0].differ:
-        recorded.reach = reaches[0]
     for slot in prim.residual_slots:
         slot.recorded = recorded
-    if selector:
-        selector.finished(tape)
+    if recorder.selector:
+        recorder.selector.finished(tape)
     if active.listeners:
-        _report(recorded, prim.residual_slots[-1], operands)
+        _report(recorded, operands)
     if recorded.kept:
         recorder.offer_around(recorded.kept)
         recorded.kept.update(held_values(recorded.kept, region.name, [(t, t) for t in bottoms]))
     return outs
 
 
-def _report(recorded: Recorded, slot: Residuals, operands: Tensors) -> None:
+def _signature(prim: Prim, operands: Tensors) -> Any:
+    """What decides, besides the function, which ops run; None where calls tell nothing of each other."""
+    region = prim.family.region
+    heard = active.listeners or active.sessions or (region.ranks is not None and ranks_met())
+    if region.key is None or region.digest is not None or prim.dual or heard:
+        return None
+    # (One tensor that is two operands has no number of its own.)
+    if len(set(map(id, operands))) < len(operands) or (active.stack and (on_scratch() or selective_around())):
+        return None
+    given = tuple([(t.shape, t.dtype, lies(t)) for t in operands])
+    training = getattr(region.function, "training", None)
+    return given, prim.masks, prim.mapped, training, prim.family.ambient.autocast, prim.family.steering
+
+
+def _report(recorded: Recorded, operands: Tensors) -> None:
     name = recorded.region.name
     for i, tensor in enumerate(operands):
-        if slot.needs(unwrapped(tensor)):
-            report(Kept("argument", tensor, name, i))
+        report(Kept("argument", tensor, name, i))
     for at, value in recorded.kept.items():
         node = recorded.tape.nodes[at]
         for tensor, away in held_tensors(value):
@@ -461,12 +446,11 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     if family.meet is not None:
         family.meet()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(with_memory(operands))
         if family.ambient.must_be_restored():
             stack.enter_context(family.ambient.restored(called=True))
         if recorded is not None:
             recorded.check_unwritten()
-            needs = recorded.part(prim.present)
+            needs = recorded.part()
             stack.enter_context(recorded.surroundings(needs))
             replay = recorded.replay(needs, operands)
         stack.enter_context(replaying(replay, family.region.name))
@@ -476,6 +460,3 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             if missed.around():
                 raise
             raise read_again(f"region {family.region.name!r}", missed) from None
-        except Carried:
-            what = "it wrote a derivative into an argument or a captured tensor"
-            raise RematError(not_repeated(family.region.name, what)) from None

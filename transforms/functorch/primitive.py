@@ -40,7 +40,7 @@ from remat.transforms.compat import (
     wrap_for_grad,
 )
 from remat.transforms.context import active, recomputing, scoped, untracked
-from remat.transforms.ops import memory_of, span, storage
+from remat.transforms.errors import RematError, carried
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, in_backward, noting
@@ -58,13 +58,6 @@ class Residuals:
         self.differentiated = set[int]()  # the operands that this node or one of another level differentiates
         self.apart = set[int]()  # the levels of vmaps in which each example has run for itself
         self.written: Any = None  # in a traced graph: what its `World` noted in the forward
-
-    def needs(self, tensor: torch.Tensor) -> bool:
-        """Whether the pull-back reads this operand, as it is below all levels."""
-        recorded = self.recorded
-        if recorded is None or recorded.storages is None:
-            return True
-        return storage(tensor) in recorded.storages
 
 
 class World(Protocol):
@@ -86,13 +79,12 @@ class Family:
     region: Region
     ambient: Ambient
     world: World | None = None  # None is eager
-    # Set while the recorded forward runs: the hook that watches what autograd would save, and what to do with
-    # the results.
-    watch: Callable[[torch.Tensor], Any] | None = None
+    # While a recorded forward runs: what is told its results, as the level that differentiates them has them.
     made: Callable[[Tensors], None] | None = None
     # The `Results` that every run of the function is to meet, where ops cannot be compared.
     results: Any = None
     present: Any = None  # while it is pulled back: that of the `Prim`
+    steering: Any = None  # arguments that are no tensors
     meet: Callable[[], None] | None = None  # compares what ranks keep, in the first pull-back
 
     @property
@@ -120,8 +112,6 @@ class Prim:
         mapped: whether `body` is a batched or a dual form of the function.
         masks: forward only: the operands that each of the nodes above differentiates.
     """
-
-    reads_more = True  # what a region inside captures without a derivative, its hooks do not always tell
 
     body: Body
     family: Family
@@ -302,39 +292,24 @@ def forward_done() -> None:
     if not active.replays:
         return
     replay, again = active.replays[-1]
-    again.close()
     if replay is not None:
         replay.forward_done()
+    again.close()
 
 
 @contextlib.contextmanager
 def replaying(replay: Any, region: str) -> Iterator[None]:
     """Hand out a forward's values (`replay` is a mode, or None) until the backward begins."""
-    with contextlib.ExitStack() as again:
+    with contextlib.ExitStack() as until_end, contextlib.ExitStack() as again:
         again.callback(recomputing(region))
+        if replay is not None:
+            # What finds copies of written memory finds them in the backward, too.
+            (until_end if replay.scratch else again).enter_context(replay)
         active.replays.append((replay, again))
         try:
-            with replay if replay is not None else contextlib.nullcontext():
-                yield
+            yield
         finally:
             active.replays.pop()
-
-
-@contextlib.contextmanager
-def with_memory(operands: Tensors) -> Iterator[None]:
-    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must
-    not crash."""
-    with functions_as_they_are():
-        # (A subclass of somebody else's may have no storage.)
-        hollow = [t for t in operands if t.numel() and (m := memory_of(t)) is not None and not m.nbytes()]
-        for tensor in hollow:
-            tensor.untyped_storage().resize_(span(tensor.shape, tensor.stride()) * tensor.element_size())
-    try:
-        yield
-    finally:
-        with functions_as_they_are():
-            for tensor in hollow:
-                tensor.untyped_storage().resize_(0)
 
 
 def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, randomness: str) -> Body:
@@ -360,14 +335,14 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 def apart(recorder: Recorder, operands: Tensors, at: set[int]) -> list[torch.Tensor]:
     """Other objects in the place of the operands at `at`: an op that meets the tensor itself has it from
     elsewhere, with no derivative. Regions around know aliases by what they are of."""
-    given = list(operands)
-    numbers = {i: recorder.number(operands[i]) for i in at}
-    for i, number in numbers.items():
+    given, first = list(operands), dict[int, int]()
+    for i, tensor in enumerate(operands):
+        first.setdefault(id(tensor), i)
+    for i in at:
         # A write to the tensor, as of `Embedding(max_norm)`, would spoil a view made without gradients.
         with torch.enable_grad():
             given[i] = torch.ops.aten.alias.default(operands[i])
-        recorder.forget(operands[i])
-        recorder.bind(given[i], number)
+        recorder.replaced_by(given[i], operands[i], -1 - first[id(operands[i])])
     replaced = {id(operands[i]) for i in at}
     for i, operand in enumerate(operands):
         # Passed without a derivative as well, the tensor itself is that operand.
@@ -403,15 +378,6 @@ def reassemble(smooth: Tensors, rest: Tensors, at: list[int]) -> list[torch.Tens
     return outs
 
 
-class Carried(BaseException):
-    """A function has written a derivative into operands, by their places, or into one that has a derivative:
-    it begins again on copies, and returns those."""
-
-    def __init__(self, places: Sequence[int]) -> None:
-        super().__init__()
-        self.places = places
-
-
 @contextlib.contextmanager
 def unchanged(operands: Tensors, but: Sequence[int], family: Family) -> Iterator[None]:
     """Within, a function may write to operands, those at `but` aside, what has no derivative here: below its
@@ -423,12 +389,12 @@ def unchanged(operands: Tensors, but: Sequence[int], family: Family) -> Iterator
         before = [i for i, t in enumerate(operands) if i not in but and not _carries(t)]
     yield
     with functions_as_they_are():
-        carried = [i for i in before if _carries(operands[i])]
-    for i in carried:
-        if not is_wrapped(operands[i]) and operands[i].requires_grad:
-            untracked(operands[i].detach_)  # the user's own tensor
-    if carried:
-        raise Carried(carried)
+        written = [operands[i] for i in before if _carries(operands[i])]
+    for tensor in written:
+        if not is_wrapped(tensor) and tensor.requires_grad:
+            untracked(tensor.detach_)  # the user's own tensor
+    if written:
+        raise RematError(carried(family.region.name))
 
 
 @contextlib.contextmanager

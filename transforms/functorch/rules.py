@@ -18,7 +18,6 @@ from remat.transforms.compat import (
     add_batch_dim,
     dual_level_known,
     dual_level_known_if_any,
-    functions_as_they_are,
     hooks_aside,
     interpreter,
     is_batched,
@@ -30,13 +29,11 @@ from remat.transforms.compat import (
     unwrap_batched,
     unwrap_for_grad,
     unwrap_once,
-    unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.context import untracked
+from remat.transforms.errors import RematError, carried
 from remat.transforms.functorch.primitive import (
     Body,
-    Carried,
     Family,
     Prim,
     PullBack,
@@ -47,8 +44,7 @@ from remat.transforms.functorch.primitive import (
     rule,
     writable,
 )
-from remat.transforms.ops import metadata, overlaps, version_of
-from remat.transforms.placeholders import hollow
+from remat.transforms.ops import overlaps, version_of
 
 
 @rule(VMAP)
@@ -146,9 +142,8 @@ def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]
             before = [version_of(t) for t in moving]
             with writable(primals, at, family) as others:
                 outs = body(*merged(others, at, moving))
-            pairs = zip(at, before, moving, strict=True)
-            if lost := [i for i, version, tensor in pairs if version_of(tensor) != version]:
-                raise Carried(lost)
+            if [version_of(t) for t in moving] != before:
+                raise RematError(carried(family.region.name))
             if not split:
                 split.append([i for i, t in enumerate(outs) if _moves(t)])
             rest = [t for i, t in enumerate(outs) if i not in split[0]]
@@ -180,19 +175,6 @@ def jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, .
     """The rule of a level of `jvp`: the function runs on dual numbers."""
     with dual_level_known():
         return _dual_rule(level, prim, operands)
-
-
-def hollow_operand(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with the same wrappers and metadata, and no memory: for operands that no backward reads."""
-
-    def empty(bottom: torch.Tensor) -> torch.Tensor:
-        # A factory's result is wrapped by the level at hand.
-        made = unwrapped(untracked(hollow, metadata(bottom)))
-        with functions_as_they_are():  # no region around has its function open this memory
-            made.untyped_storage().resize_(0)
-        return made
-
-    return rewrapped(tensor, empty)
 
 
 def rewrapped(tensor: torch.Tensor, bottom: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

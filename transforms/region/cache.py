@@ -98,35 +98,33 @@ def _same_node(one: Node, other: Node) -> bool:
 
 
 # By the signatures of calls.
-Traces: TypeAlias = "BoundedCache[Hashable, CachedTrace]"
+Traces: TypeAlias = "BoundedCache[Hashable, Any]"  # those of frames are `CachedTrace`
 
 
 class TraceCache:
     """What is known of one function.
 
     Attributes:
-        uses_func: whether a primitive was seen to run torch.func in it, which then watches no hooks.
         differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
         by_levels: whether plain autograd was seen to refuse it, so that torch.func differentiates it, whose
             decompositions know more derivatives.
         hides_leaves: whether it was seen to read a leaf that the search for captured tensors has not found.
         writes_operands: whether a level of torch.func was seen to refuse what it writes to an operand.
         unframed: whether a frame was seen not to serve it under levels of torch.func.
-        copied: the operands that it was seen to write derivatives into, under levels of torch.func.
         lasting: traces for calls under hooks of the user's.
         apart: whether a call ran other ops than those of a region of its kind.
         agreed: by policies under which ranks have compared what they keep, what calls did with collectives.
     """
 
     __slots__ = (
-        "__weakref__", "agreed", "apart", "by_levels", "by_policy", "copied", "differentiates",
-        "hides_leaves", "lasting", "unframed", "uses_func", "writes_operands",
+        "__weakref__", "agreed", "apart", "by_levels", "by_policy", "differentiates",
+        "hides_leaves", "lasting", "unframed", "writes_operands",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.by_policy: BoundedCache[Hashable, Traces] = BoundedCache(_MOST)
         self.differentiates = self.by_levels = self.hides_leaves = self.unframed = self.apart = False
-        self.copied, self.uses_func, self.writes_operands = frozenset[int](), False, False
+        self.writes_operands = False
         self.lasting = LastingTraces()
         self.agreed: dict[Hashable, set[str]] = {}
 

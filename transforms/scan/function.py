@@ -63,7 +63,7 @@ from remat.transforms.scan.spec import (
     uncached_casts,
     with_step_note,
 )
-from remat.transforms.state import Ambient, RandomState, device_kinds, fingerprints_here, users_aside
+from remat.transforms.state import Ambient, RandomState, device_kinds, fingerprints_of, users_aside
 
 
 def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
@@ -372,7 +372,7 @@ def _steps(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
                 moment = now(moment)
             states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, moment)
             if record.compared and k >= max(record.seen, default=0) + apart:
-                record.seen[k] = fingerprints_here(carry)
+                record.seen[k] = fingerprints_of(carry)
         at = scan.at(k)
         carry, ys = with_step_note(scan, k, consts, carry, [x.select(0, at) for x in xs])
         if not scan.plain:
@@ -388,7 +388,7 @@ def _steps(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         k += 1
     record.length = k
     if k and record.compared:
-        record.seen[k] = fingerprints_here([*carry, *ys])
+        record.seen[k] = fingerprints_of([*carry, *ys])
     if not scan.plain:
         # An enclosing region records ops and must not meet writes into parts of a tensor.
         stacks = [torch.stack(column) for column in zip(*rows[:: -1 if scan.reverse else 1], strict=True)]

@@ -24,7 +24,7 @@ from remat.transforms.scan.spec import (
     make,
 )
 from remat.transforms.scan.vjp import pull
-from remat.transforms.state import RandomState, fingerprints_here
+from remat.transforms.state import RandomState, fingerprints_of
 
 
 def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> torch.Tensor:
@@ -217,7 +217,7 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
     with as_in_forward(scan, seeded=True):
         end, ys = run(dual, operands)
     if scan.length in scan.record.seen:
-        check_seen(scan, {scan.length: fingerprints_here(end[: len(carry)])})
+        check_seen(scan, {scan.length: fingerprints_of(end[: len(carry)])})
     # (A Function's result without a tangent is an assertion of torch's.)
     carries = {i: torch.zeros_like(end[i]) for i in scan.tensors if pytree_smooth(end[i])}
     carries |= dict(zip(at, end[len(carry) :], strict=True))
@@ -317,7 +317,7 @@ def _states_of(
     start = [*carry, *numbers]
     end, states = run(*make(emit, _spec(scan), consts, start, xs, around=scan.around, opaque=scan.opaque))
     if scan.length in scan.record.seen:
-        check_seen(scan, {scan.length: fingerprints_here(end)})
+        check_seen(scan, {scan.length: fingerprints_of(end)})
     return states, statics, randoms
 
 

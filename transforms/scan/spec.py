@@ -154,9 +154,6 @@ class Scan:
     batch) run a scan with the `spec` of the user's, and with a step and a carry of its own.
     """
 
-    # Tensors without a derivative that the body captures are no operands: nobody is told of them.
-    reads_more = True
-
     step: Step
     spec: ScanSpec
     sizes: tuple[int, int, int]

@@ -9,7 +9,6 @@ from remat.transforms.state.ambient import (
     alike,  # whether two runs had the same results, as far as prints tell
     device_kinds,  # the kinds of device among `tensors`, the CPU always first
     drawing_again,  # around a run of a function again: generators as at its start
-    fingerprints_here,  # `fingerprints_of`, none where ops are left out
     fingerprints_of,  # what is compared of float tensors that have numbers
     first_draw,  # run an op that draws: the state that it has drawn from, and its result
     generators_again,  # let generators begin where they were, and leave them as they are

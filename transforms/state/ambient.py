@@ -377,11 +377,6 @@ def fingerprints_of(tensors: Sequence[Any]) -> list[Fingerprint]:
         return [_fingerprint_of(t) for t in map(unwrapped, given) if _has_numbers(t)]
 
 
-def fingerprints_here(tensors: Sequence[Any]) -> list[Fingerprint]:
-    """`fingerprints_of`, but none in a recomputation that leaves ops out: these may stand in for values."""
-    return [] if any(mode.skipped for mode in active.stack) else fingerprints_of(tensors)
-
-
 def _has_numbers(tensor: torch.Tensor) -> bool:
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
     return plain and smooth(tensor) and not is_legacy_batched(tensor)

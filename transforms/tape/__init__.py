@@ -24,6 +24,7 @@ from remat.transforms.tape.reachability import (
     standing_for,  # what autograd gets for one: its shape, in the memory of one element
 )
 from remat.transforms.tape.recorder import (
+    CARRIES,  # why a function runs again that writes a derivative into an argument, at a level
     Recorder,  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
     Replaced,  # a tensor from outside that user code has given other memory
 )
@@ -53,7 +54,6 @@ from remat.transforms.tape.tape import (
     Stop,  # ends a recomputation once everything that was asked for is there
     Tape,  # the ops of one run of a region
     ValueNumbering,  # numbers of tensor objects
-    holds_unseen,  # whether a node may read tensors that no saved-tensor hook was told of
     map_tensors,  # a function applied to the tensors of an op's results
     nodes_behind,  # the autograd nodes behind some, with numbers from a start on
     refs_in,  # the numbers in a template

@@ -99,7 +99,7 @@ class TraceFollower(Recorder):
         self.shown, self.op_in_parent, self._memory, self._places, self._kept_in = {}, {}, {}, {}, {}
         self.selector, self.digest, self.kept_bytes, self.moved = None, None, 0, set()
         self.sizes, self.contents = {}, {}
-        self.checks = expected.checks or _prepared(expected)
+        self.checks = expected.checks or checks_of(expected)
         # Whether memory from outside is written to; memories of what `outside` lists.
         self._writes, self._keys = bool(expected.last_write) and min(expected.last_write) < 0, []
         # What is there, by number: below zero counts from the end. It enters the table once somebody asks.
@@ -186,13 +186,7 @@ class TraceFollower(Recorder):
             found = there[want]()
             if (found is not value or found is None) and not self._is(want, value):
                 return self._unbind(bound)
-        for i, want, plain in constants:
-            value = args[i]
-            if value is not want and not (
-                (type(value) is type(want) and value == want) if plain else constants_alike(want, value)
-            ):
-                return self._unbind(bound)
-        return True
+        return not constants or constants_just(constants, args) or self._unbind(bound)
 
     def _matches(self, node: Node, args: Any, kwargs: Any) -> bool:
         """Whether an op is called as on the tape; binds what it reads from outside for the first time."""
@@ -367,6 +361,9 @@ class TraceFollower(Recorder):
         self.start_recording()
         super().bind(tensor, number)
 
+    def replaced_by(self, other: torch.Tensor, tensor: torch.Tensor, number: int) -> None:
+        self.there[number] = _weak(other)
+
     # -- leaving ---------------------------------------------------------------------------------------------
 
     def start_recording(self) -> None:
@@ -410,9 +407,22 @@ class TraceFollower(Recorder):
             self.tape.cacheable = False
 
 
-def _prepared(tape: Tape) -> list[Check]:
-    tape.checks = [_check(node) for node in tape.nodes]
+def checks_of(tape: Tape) -> list[Check]:
+    """What later calls of a tape's ops are compared by."""
+    if tape.checks is None:
+        tape.checks = [_check(node) for node in tape.nodes]
     return tape.checks
+
+
+def constants_just(constants: Any, args: Any) -> bool:
+    """Whether these arguments that are no tensors are those of the tape."""
+    for i, want, plain in constants:
+        value = args[i]
+        if value is not want and not (
+            (type(value) is type(want) and value == want) if plain else constants_alike(want, value)
+        ):
+            return False
+    return True
 
 
 def _check(node: Node) -> Check:

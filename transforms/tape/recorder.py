@@ -22,7 +22,6 @@ from remat.transforms.compat import (
     groups_in,
     memory_is_real,
     set_data,
-    top_hooks,
     unwrapped,
 )
 from remat.transforms.context import active, on_scratch, scratch_around, untracked
@@ -69,6 +68,9 @@ _as_strided, _copy = torch.ops.aten.as_strided.default, torch.ops.aten.copy_.def
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
 _PLAIN += (torch.memory_format,)
 
+# Why a function runs again that one level of torch.func differentiates.
+CARRIES = "it writes a derivative into an argument"
+
 
 class Recorder(KeptValues):
     """Writes down the ops of a region and keeps what its selector says.
@@ -78,10 +80,8 @@ class Recorder(KeptValues):
         selector: makes the selector, whose `decide(index, node, args, kwargs, outs)` says RECOMPUTE, OFFLOAD
             or SAVE. None keeps nothing.
         inputs: the region's argument tensors.
-        graded: the positions of those that levels of torch.func differentiate.
         digest: a checksum of an op's results to compare bitwise later, or None.
         casts: whether autocast is on. It caches casts of leaves across regions: whether one happens is luck.
-        reruns: whether the recomputation runs the function.
         decisions: whether decisions are kept, whatever the selector says.
 
     Attributes:
@@ -92,9 +92,7 @@ class Recorder(KeptValues):
         shown: memories from outside that user code has looked at itself, as they were then.
         moved: memories from outside that torch.distributed frees and fills.
         op_in_parent: for every op its number on the tape of the region around, if there is one.
-        watching: the second of the saved-tensor hooks that tell what is saved; None where nobody asks.
-        hooked: whether an op ran under others, whose values nobody is told.
-        graded_written: the arguments with derivatives that the function was about to write to.
+        graded: the positions of the arguments that levels of torch.func differentiate.
         replaced: tensors from outside that user code has given other memory (`.data = `).
         given_again: those that it has given the memory that they had, before an op met them.
         sizes: of memories from outside that user code has looked at, when it did so first.
@@ -102,10 +100,8 @@ class Recorder(KeptValues):
     """
 
     records = True
-    watching: Any = None
-    hooked = False
+    followed = False  # whether a forward that is over was one on a known tape
     graded: Collection[int] = ()
-    graded_written: Sequence[int] = ()
     replaced: tuple[Replaced, ...] = ()
     given_again: tuple[torch.Tensor, ...] = ()
     _room = SMALL  # for what others have filled memory with
@@ -118,13 +114,9 @@ class Recorder(KeptValues):
         *,
         digest: Callable[[Any], Any] | None = None,
         casts: bool = False,
-        reruns: bool = False,
         decisions: bool = False,
-        graded: Collection[int] = (),
     ) -> None:
         super().__init__()
-        self.graded = graded
-        self.reruns = reruns
         self.decisions = Decisions() if decisions else None
         self.tape, self.digest, self.casts = tape, digest, casts
         self.make_selector, self.selector = selector, None
@@ -223,8 +215,6 @@ class Recorder(KeptValues):
 
     def _record(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> Any:
         template = self._template(args), self._template(kwargs)
-        if self.watching is not None and ((pair := top_hooks()) is None or pair[1] is not self.watching):
-            self.hooked = True
         for root, contents in [*self.contents.items()] if self.contents else ():
             if reads(self.tape, func, *template, root, contents.known is not None):
                 self._tell(root)
@@ -444,21 +434,20 @@ class Recorder(KeptValues):
             root = self.root(tensor)
             if root >= 0:
                 self._copy_kept(self._kept_in.get(root, ()))
-            elif (places := self._differentiated(root)) and self.levels:
-                self.tape.rerun_reason = self.tape.rerun_reason or "it writes a derivative into an argument"
-            elif places:
-                self.graded_written = places
+            elif (graded := self._differentiated(root)) and self.levels:
+                self.tape.rerun_reason = self.tape.rerun_reason or CARRIES
+            elif graded:
                 raise RematError(self._refusal(func, tensor))
             elif facts.only_shape and -1 - root < self.tape.arguments:
                 raise RematError(self._refusal(func, tensor))
             elif root not in self.snapshots:
                 self._snapshot(root, facts, args)
 
-    def _differentiated(self, root: int) -> list[int]:
-        """The arguments in this memory that have a derivative, which a write would change."""
+    def _differentiated(self, root: int) -> bool:
+        """Whether arguments in this memory have a derivative, which a write would change."""
         at = [i for i in range(self.tape.arguments) if self.tape.outside[i].root == root]
         self.tape.writes_arguments = self.tape.writes_arguments or bool(at)
-        return [i for i in at if i in self.graded or self.around(self.outside[i]).requires_grad]
+        return any([i in self.graded or self.around(self.outside[i]).requires_grad for i in at])
 
     def _written(self, facts: Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
         """The tensors whose memory a call writes to.
@@ -669,6 +658,11 @@ class Recorder(KeptValues):
         """Let `tensor` be another object with the value of this number: a recomputed copy."""
         self._numbers.add(tensor, number)
         self._remember(memory_of(tensor), self.tape.root_of(number), number, tensor)
+
+    def replaced_by(self, other: torch.Tensor, tensor: torch.Tensor, number: int) -> None:
+        """Let `other` have the value of this number in the place of `tensor`, before any op."""
+        self.forget(tensor)
+        self.bind(other, number)
 
     def bind_around(self, tensor: torch.Tensor, number: int) -> None:
         """The same for the recordings around as well: one that was on a tape knows no memory whose tensors

@@ -1,17 +1,17 @@
 """Running a region's function again under the tape of its forward: kept values are handed out.
 
 For recomputations that need a history (`torch.func` levels, rules of their own) or whose tape is open. What
-user code can see is real: an op whose result nobody reads is skipped only where user code could not tell, for
-its result was not stored anywhere, nor looked at. `Recorded` is what a primitive's forward leaves for that.
+user code can see is real. `Recorded` is what a primitive's forward leaves for that.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,6 @@ from remat.transforms.ops import (
     is_hollow,
     is_shape_arithmetic,
     metadata,
-    metas,
     octets,
     storage,
     targets,
@@ -35,10 +34,10 @@ from remat.transforms.ops import (
     traits,
     version_of,
 )
-from remat.transforms.placeholders import stand_in, without_objects
+from remat.transforms.placeholders import without_objects
 from remat.transforms.state import RandomState, drawing_again, same_numbers
+from remat.transforms.tape.follower import Check, checks_of, constants_just
 from remat.transforms.tape.kept_values import holds
-from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.snapshots import (
     Snapshot,
@@ -49,14 +48,14 @@ from remat.transforms.tape.snapshots import (
     sent_away,
     versions_again,
 )
-from remat.transforms.tape.tape import KEPT, SKIP, Node, RecomputeSteps, Tape, let_go, pairs, same_constants
+from remat.transforms.tape.tape import KEPT, RUN, Node, RecomputeSteps, Tape, let_go, pairs, same_constants
 
 if TYPE_CHECKING:
     from remat.transforms.region import Region
 
 
 class Replay(Mode):
-    """Runs a region again: needed ops run, kept values are handed out, nobody sees what is skipped.
+    """Runs a region again: kept values are handed out, and other ops run.
 
     Args:
         tape: of the forward.
@@ -100,6 +99,10 @@ class Replay(Mode):
         self.check, self.digest, self.casts = check, digest, casts
         self.at = 0
         self.done = False
+        # Values of this run by number.
+        self._there: dict[int, weakref.ref[torch.Tensor]] = {}
+        seen = operands is None or digest is not None or freed or fetches or casts or tape.sharded
+        self.checks: Sequence[Check | None] = () if seen or snapshots else plain_checks(tape, needs)
         copies = {id(snapshot): untracked(snapshot.copy) for _, snapshot in snapshots}
         # Memory from outside that the forward wrote to, by its storage: the outside sees a write once.
         self.scratch = {key: copies[id(snapshot)] for key, snapshot in snapshots}
@@ -112,18 +115,16 @@ class Replay(Mode):
         if function_modes_asked():  # an op of C++: the user's modes know nothing of it
             with past_function_modes():
                 return self.__torch_dispatch__(func, types, args, kwargs)
+        if self.at < len(self.checks) and not (active.untracked or self.done or self._left or kwargs):
+            check = self.checks[self.at]
+            if check is not None and check.op is func and self._is_just(check, args):
+                self.at += 1
+                return self._enter(check.first, func(*args))
         kwargs = kwargs or {}
         if types and not active.untracked and self.takes_apart(types, args):
             return NotImplemented
         facts = traits(func)
-        over = self.done or self.astray
-        if active.untracked or facts.ignored or over or (self.casts and is_cast_of_leaf(func, args)):
-            return func(*args, **kwargs)
-        if not self.tape.meta and is_shape_arithmetic(args, kwargs):
-            return func(*args, **kwargs)
-        if self.tape.sharded and not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        if self.freed and self._fills((func, args, kwargs), facts):
+        if self._is_none(facts, func, args, kwargs):
             return func(*args, **kwargs)
         at = self._next((func, args, kwargs))
         if self.fetches and (
@@ -155,6 +156,41 @@ class Replay(Mode):
         self.operands.made(node, out := self._do(at, node, facts, func, args, kwargs))
         return out
 
+    def _is_none(self, facts: Traits, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a call is no op of the function's forward."""
+        if active.untracked or facts.ignored or self.done or self.astray:
+            return True
+        return (
+            (self.casts and is_cast_of_leaf(func, args))
+            or (not self.tape.meta and is_shape_arithmetic(args, kwargs))
+            or (self.tape.sharded and not torch.is_grad_enabled())
+            or (bool(self.freed) and self._fills((func, args, kwargs), facts))
+        )
+
+    def _is_just(self, check: Check, args: Any) -> bool:
+        """Whether an op is called as in the forward, as far as a look at its arguments tells."""
+        return (
+            check.count == len(args)
+            and constants_just(check.constants, args)
+            and all(map(self._is_value, check.refs, itertools.repeat(args)))
+        )
+
+    def _is_value(self, ref: tuple[int, int], args: Any) -> bool:
+        at, number = ref
+        known = self._there.get(number)
+        if known is not None and known() is args[at]:
+            return True
+        assert self.operands is not None
+        return isinstance(args[at], torch.Tensor) and self.operands.lies_at(number, args[at])
+
+    def _enter(self, number: int, out: Any) -> Any:
+        """Note what an op has made, the first with this number."""
+        assert self.operands is not None
+        for made, tensor in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out), number):
+            self._there[made] = weakref.ref(tensor)
+            self.operands.add(made, tensor)
+        return out
+
     def _follows(self, node: Node, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an op is the one that comes next on the tape, with its constants."""
         return node.op is func and same_constants(node.args, args) and same_constants(node.kwargs, kwargs)
@@ -162,20 +198,12 @@ class Replay(Mode):
     def _do(self, at: int, node: Node, facts: Traits, func: Any, args: Any, kwargs: Any) -> Any:
         if self.scratch:
             args, kwargs = self._on_scratch((args, kwargs))
-        if (action := self.needs.actions[at]) == KEPT:
+        if self.needs.actions[at] == KEPT:
             made = kwargs.get("generator") is not node.kwargs.get("generator")  # in this run
             if node.draws and (made or self.tape.scanned):
                 # A region or scan inside notes where the generators are, for its own backward.
                 self._run(at, node, facts, func, args, kwargs)
             return self._hand_out(at)
-        # A view is made: one that is written through tells autograd where in its base the gradient belongs.
-        # So are `squeeze_` and the like, which change the tensor object itself, and zeros known to torch;
-        # later ops look at that.
-        if action == SKIP and not facts.view and not facts.looked_at:
-            self.skipped = True
-            return (
-                next(iter(targets(facts, args, kwargs))) if facts.inplace else untracked(stand_in, node.outs)
-            )
         return self._run(at, node, facts, func, args, kwargs)
 
     def _fills(self, call: Any, facts: Traits) -> bool:
@@ -257,51 +285,53 @@ class Replay(Mode):
         return RematError(not_repeated(self.tape.region, f"at op {at}, {what}"))
 
 
+class PrimitiveTrace(NamedTuple):
+    """What a forward of a primitive tells of the next: its ops, what is kept of them, and what runs again."""
+
+    tape: Tape
+    kept: frozenset[int]
+    needs: RecomputeSteps
+
+
 class Recorded:
     """One settled forward.
 
     Args:
         region: whose forward.
         recorder: what watched it.
-        packed: (op that made a value, autograd node that saved it); None where it is not known what the
-            backward reads.
-        saved: storages from outside that autograd itself reads.
         outs: the results, below all levels.
         random: the generators before the forward.
+        read: the values that autograd's nodes have saved. What is kept for none of them is let go of.
+        known: what an earlier call has taught, if this one was the same.
     """
 
     def __init__(
         self,
         region: Region,
         recorder: Recorder,
-        packed: list[tuple[int, int]] | None,
-        saved: set[int],
         outs: Sequence[torch.Tensor],
         random: RandomState | None,
+        read: Collection[int],
+        known: PrimitiveTrace | None = None,
     ) -> None:
         self.region, self.tape, self.random = region, recorder.tape, random
-        self.draws, self.packed = recorder.random, packed or []
+        self.draws = recorder.random
         self.replaced = [(r.tensor, r.before if r.met else None) for r in recorder.replaced]
-        self.reach: Reachability | None = None
         self.raw = recorder.raw_writes(but=recorder.snapshots) if recorder.shown else []
         tape = self.tape
-        everything = range(len(tape.nodes))
-        if recorder.parent is not None:
+        if recorder.parent is not None and known is None:
             recorder.share_around()
-        kept = {} if tape.loose else recorder.kept
         given = let_go(recorder)
-        if packed is not None and not tape.rerun_reason:
-            wanted = {made for made, _ in packed} | _must_run(tape)
-            needs = RecomputeSteps(tape, wanted, kept)
-            if stored := _stored(recorder, needs, outs):
-                needs = RecomputeSteps(tape, wanted | stored, kept)
-        else:
-            needs = RecomputeSteps(tape, everything, kept)
-        if any(given[at].ref() is None for at in needs.outside if at >= tape.arguments):
-            # Made inside, by something that is no op: what it read is unknown.
-            tape.rerun_reason = tape.rerun_reason or "it reads a tensor that no op has made"
-            needs = RecomputeSteps(tape, everything, kept)
-        self.needs = needs
+        met = {at for node in tape.nodes for at in node.external}
+        self.given = {at: g for at, g in enumerate(given) if at in met or g.snapshot is not None}
+        kept = {} if tape.loose else recorder.kept
+        if known is not None:
+            kept = {at: kept[at] for at in known.kept}
+        elif kept and not tape.inner:
+            saved = {at for n in read if n < len(tape.makers) for at in tape.sources(n, len(tape.nodes))}
+            live = RecomputeSteps(tape, saved, kept).live
+            kept = {at: value for at, value in kept.items() if at in live}
+        self.needs = RecomputeSteps(tape, range(len(tape.nodes)), kept) if known is None else known.needs
         # The operands that the function writes to.
         arguments = enumerate(tape.outside[: tape.arguments])
         raw = {storage(tensor) for tensor, _ in self.raw}
@@ -309,17 +339,7 @@ class Recorded:
             at for at, known in arguments if known.root in recorder.snapshots or given[at].storage in raw
         )
         self.absent = may_be_absent(recorder, outs)
-        self.kept = {at: value for at, value in kept.items() if needs.live.get(at) is False}
-        self.storages: set[int] | None = None  # of the operands that are read again; None for all
-        if packed is not None and not needs.must_rerun:
-            self.storages = saved.union([given[at].storage for at in needs.outside])
-        read = set(needs.outside)
-        if packed is None:
-            # A kept product does not run again, and its node may read what it was made of.
-            read.update(at for i, runs in needs.live.items() if not runs for at in tape.nodes[i].external)
-        self.given = {
-            at: g for at, g in enumerate(given) if at in read or g.storage in saved or g.snapshot is not None
-        }
+        self.kept = {at: recorder.kept[at] for at, runs in self.needs.live.items() if not runs}
         self.store = (
             sent_away(self.kept, tape, lambda: {recorder.root(t) for t in outs}) if self.kept else None
         )
@@ -329,18 +349,26 @@ class Recorded:
         """The storages of what it holds from outside."""
         yield from [g.storage for g in self.given.values() if g.memory() is not None]
 
-    def part(self, present: Sequence[int] | None) -> RecomputeSteps:
-        """What a pull-back from the results at `present` needs; None for all of them."""
-        if self.storages is None and self.kept and (sound := but_written(self.kept, self.tape)) is not None:
+    def lesson(self) -> PrimitiveTrace | None:
+        """What this forward tells of the next call with the same signature, None if nothing."""
+        tape = self.tape
+        if (
+            tape.loose
+            or tape.meta
+            or not tape.cacheable
+            or self.needs.must_rerun
+            or self.replaced
+            or self.raw
+        ):
+            return None
+        return PrimitiveTrace(tape, frozenset(self.kept), self.needs)
+
+    def part(self) -> RecomputeSteps:
+        """What a pull-back runs again."""
+        if self.kept and (sound := but_written(self.kept, self.tape)) is not None:
             # The caller has written to a result that is kept. All operands are there: its op runs again.
             return RecomputeSteps(self.tape, range(len(self.tape.nodes)), sound)
-        if self.reach is None or present is None or self.needs.must_rerun:
-            return self.needs
-        idle = self.reach.idle_without(present)
-        if not idle:
-            return self.needs
-        wanted = {made for made, owner in self.packed if owner not in idle} | _must_run(self.tape)
-        return RecomputeSteps(self.tape, wanted, self.kept)
+        return self.needs
 
     def check_unwritten(self) -> None:
         """Raise when a tensor from outside that is read again was written to since the forward."""
@@ -408,6 +436,17 @@ class Recorded:
         )
 
 
+def plain_checks(tape: Tape, needs: RecomputeSteps) -> list[Check | None]:
+    """What ops are compared by that run again and are looked at no further, None for others."""
+    return [
+        check
+        if check.count >= 0 and not (check.watched or node.digest) and (facts.view or action == RUN)
+        else None
+        for node, check, action in zip(tape.nodes, checks_of(tape), needs.actions, strict=True)
+        if (facts := traits(node.op))
+    ]
+
+
 def may_be_absent(recorder: Recorder, outs: Sequence[torch.Tensor]) -> Callable[[], Absent]:
     """What a second run of the function may leave out, found when a run differs."""
     tape, results = recorder.tape, {recorder.number(t) for t in outs}
@@ -416,41 +455,6 @@ def may_be_absent(recorder: Recorder, outs: Sequence[torch.Tensor]) -> Callable[
     casts = {n for _, n in values if tape.nodes[tape.makers[n]].optional}
     living = [(n, weakref.ref(t), version_of(t)) for t, n in values if n in casts or not t.requires_grad]
     return functools.cache(lambda: Absent(tape, living, results))
-
-
-def _must_run(tape: Tape) -> set[int]:
-    """Ops that run although nobody reads them.
-
-    There are five kinds. Ops of regions inside, which run a forward of their own. Ops that showed data to
-    user code, which may depend on it. Ops that fill what autograd has saved before. Ops of sparse
-    results, whose sizes depend on data, so that nothing can stand for them. And what a draw reads: a kept one
-    runs all the same where its generator is another object in this run, which is to be where it was.
-    """
-    inner = {i for start, stop in tape.inner for i in range(start, stop)}
-    draws = (node for node in tape.nodes if node.draws and (tape.scanned or "generator" in node.kwargs))
-    inner.update(i for node in draws for i in node.deps)
-    return inner | {
-        i
-        for i, node in enumerate(tape.nodes)
-        if (node.outs is not None and not metas(node.outs) and not node.written)
-        or traits(node.op).saves_unwritten
-        or node.root in tape.raw_accessed
-        or any(stride is None for _, stride, *_ in metas(node.outs))
-    }
-
-
-def _stored(recorder: Recorder, needs: RecomputeSteps, outs: Sequence[torch.Tensor]) -> set[int]:
-    """Ops that nobody reads, with results that somebody holds, the region's own results aside."""
-    tape = recorder.tape
-    results = {recorder.number(t) for t in outs}
-    return {
-        tape.makers[number]
-        for _, number in recorder.living_values()
-        if number >= 0
-        and number not in results
-        and needs.actions[tape.makers[number]] == SKIP
-        and not traits(tape.nodes[tape.makers[number]].op).view
-    }
 
 
 # -- absent ----------------------------------------------------------------------------------------------

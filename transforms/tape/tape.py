@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.closure import holds_tensors
-from remat.transforms.context import node_of, untracked
+from remat.transforms.context import untracked
 from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import (
     Traits,
@@ -401,22 +400,6 @@ def is_drawn_over(tape: Any, empty: int) -> bool:
                 return False
             drawn = True
     return drawn and all(tape.root_of(number) != empty for number, _ in tape.saved_values)
-
-
-def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:
-    """Whether a node behind `outs` may read tensors that no saved-tensor hook was told of.
-
-    What an autograd.Function writes on its context, in place of calling save_for_backward, it reads in its
-    backward like anything else. So it does with what it closes over, and functions in C++.
-    """
-    return any(map(_opaque, nodes_behind(list(map(node_of, outs)), start)))
-
-
-def _opaque(node: Any) -> bool:
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        return holds_tensors(node)
-    # What torch knows no Python class for: a function of somebody's C++ extension.
-    return type(node).__name__ == "CppFunction"
 
 
 def nodes_behind(roots: list[Any], start: int, ends: Iterable[Any] = ()) -> Iterator[Any]:
