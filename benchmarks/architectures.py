@@ -50,6 +50,11 @@ SIZES = {
 }
 # What an architecture needs besides: sizes that must agree with each other.
 OWN = {
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3"),
+        {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 8, "kv_lora_rank": 8}
+        | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    ),
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2, "state_size": 8, "chunk_size": 4},
 }
 POLICIES = {"nothing": save_nothing, "matmuls": save_matmuls}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat._core import format_bytes, isolated
+from remat._core import format_bytes
 from remat.transforms import WrongValue, flatten, is_tensor, smooth
 from remat.transforms.compat import DispatchMode, storage_key
 
@@ -78,7 +78,7 @@ def _step(
 ) -> tuple[int, int]:
     """Bytes that forward and backward of a tile hold at their peak; of its results and rows' gradients."""
     rows = [t.detach().requires_grad_(t.requires_grad) for t in rows]
-    with isolated(), torch.enable_grad(), _Live([*rows, *captured]) as live:
+    with torch.enable_grad(), _Live([*rows, *captured]) as live:
         outs = [t for t in flatten(run(rows))[0] if is_tensor(t)]
         size = sum(t.nbytes for t in outs) + sum(t.nbytes for t in rows if t.requires_grad)
         ends = [t for t in outs if t.requires_grad and smooth(t)]

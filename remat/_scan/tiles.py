@@ -8,8 +8,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from remat._core import described, isolating
+from remat._core import described
 from remat._dynamo import call_scan
+from remat._inspect import looked_at
 from remat._scan.mixing import check_tokens
 from remat._scan.scan import bytes_of, run_eager, structure
 from remat._scan.tile_bytes import tiles_within
@@ -155,12 +156,11 @@ class Tiled:
             if not self.known.get(key):
                 seen: list[tuple[Any, int]] = []
 
-                def looked_at(rows: list[torch.Tensor]) -> Any:
+                def probed(rows: list[torch.Tensor]) -> Any:
                     seen.append((apply(rows), rows[0].shape[dims[0]]))
                     return seen[-1][0]
 
-                with isolating(apply, rows), trial():
-                    told = beyond_regions(check_tokens, self.name, looked_at, part, tokens)
+                told = _tried(check_tokens, (self.name, probed, part, tokens), apply, rows)
                 for found in seen:  # of several sizes, one of which no batch has
                     self._check(*found)
                 self.known[key] = told
@@ -224,10 +224,10 @@ class Tiled:
             )
         key = self.peak, *dims, *[(t.shape, t.dtype, t.requires_grad) for t in rows]
         if key not in self.known:
-            found = captured(reached(apply))
-            with isolating(apply, rows), trial(), hooks_aside():
-                options = self.name, self.peak, tokens, apply, lambda count: part(0, count), found
-                self.known[key] = beyond_regions(tiles_within, *options)
+            options = self.name, self.peak, tokens, apply, lambda count: part(0, count)
+            with hooks_aside():
+                args = *options, captured(reached(apply))
+                self.known[key] = _tried(tiles_within, args, apply, rows)
         return self.known[key]
 
     def _joined(self, out: torch.Tensor) -> int:
@@ -278,6 +278,17 @@ class Tiled:
 _TOKENS = 4096
 # By module, of which calls it is known that it acts token by token, and tiles by peak and shapes.
 _known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _tried(look: Callable[..., Any], args: tuple[Any, ...], *roots: Any) -> Any:
+    """What a look at a function tells, of which nothing stays: what it wrote, stored and drew is undone."""
+
+    def alone() -> Any:
+        with looked_at(*roots):
+            return look(*args)
+
+    with trial():
+        return beyond_regions(alone)
 
 
 def _comparable(rows: Sequence[torch.Tensor]) -> bool:

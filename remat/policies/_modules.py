@@ -27,7 +27,17 @@ _ATTENTION = OfKind("attention", ("attention",))
 ATTENTION = "attention_out"
 # The modules that have a role, the first that fits. Names of transformers' blocks and of torchtitan's.
 ROLES: dict[str, tuple[str, ...]] = {
-    "moe_router": ("*.router", "*.router.gate", "*.mlp.gate", "*.moe.gate", "*.block_sparse_moe.gate"),
+    "moe_router": (
+        *(
+            "*.router",
+            "*.router.gate",
+            "*.mlp.gate",
+            "*.mlp.gate.wg",
+            "*.moe.gate",
+            "*.block_sparse_moe.gate",
+        ),
+        "*.shared_expert_gate",
+    ),
     "moe_experts": ("*.experts", "*.experts.*"),
     "query_proj": ("*.q_proj", "*.wq", "*.Wq", "*.query", "*.q_lin", "*.q_b_proj", "*Attention.q"),
     "key_proj": ("*.k_proj", "*.wk", "*.Wk", "*.key", "*.k_lin", "*Attention.k"),

@@ -114,6 +114,37 @@ def test_freed_bytes_are_those_of_all_layers_but_one(late, dtype):
     assert plain - host == (LAYERS - 1) * TOKENS * WIDTH * dtype.itemsize
 
 
+@pytest.mark.parametrize("part", [False, True])
+def test_what_several_regions_are_given_is_sent_once(late, part):
+    def with_memory(x, memory, w):
+        return layer(x, w) + memory.sin() * w
+
+    def run(region):
+        x, ws = given()
+        memory = x.repeat(1, 1 + part).requires_grad_()
+        x, held = x.clone().requires_grad_() * 2, memory * 3
+        for w in ws:
+            x = region(x, held[:, :WIDTH] if part else held, w)
+        loss = x.square().sum()
+        sent = late.take()
+        return sent, torch.autograd.grad(loss, [memory, *ws])
+
+    sent, found = run(remat.remat(with_memory, inputs="offload"))
+    # Inputs of all layers but the last, and the memory.
+    assert sent == [f"send {WIDTH}"] * LAYERS
+    same(found, run(with_memory)[1], 0.0)
+    # What was written to since is another value.
+    (x, ws), region = given(), remat.remat(with_memory, inputs="offload")
+    held = x.clone().requires_grad_() * 3
+    before = region(x.clone().requires_grad_() * 2, held, ws[0])
+    with torch.no_grad():
+        held.mul_(2)
+    two = region(x.clone().requires_grad_() * 2, held, ws[0])
+    late.finish()
+    same(torch.autograd.grad(two.sum(), held)[0], held.cos() * ws[0], 1e-6)
+    del before
+
+
 def test_memory_goes_while_the_next_region_runs(late):
     x, ws = given()
     x = x.clone().requires_grad_() * 2
@@ -151,14 +182,16 @@ def test_what_is_reported(late):
     assert HOST.__wrapped__ is layer
 
 
-def test_written_between_the_passes(late):
+@pytest.mark.parametrize("sent", [False, True])
+def test_written_between_the_passes(late, sent):
     x, ws = given()
-    x = x.clone().requires_grad_() * 2
-    y = HOST(x, ws[0])
-    with torch.no_grad():
-        x.zero_()
-    with pytest.raises(RematError, match="written in place between its forward and its backward"):
-        y.sum().backward()
+    for _ in range(3):  # later calls follow the trace of the first
+        given_to, other = (x.clone().requires_grad_() * 2 for _ in range(2))
+        ys = [HOST(t, ws[0]) for t in (given_to, other)[: 1 + sent]]
+        with torch.no_grad():
+            given_to.zero_()
+        with pytest.raises(RematError, match="written in place between its forward and its backward"):
+            ys[0].sum().backward()
 
 
 def test_modules_and_presets(late: Late):

@@ -278,6 +278,7 @@ GATED = {"query_proj", "key_proj", "value_proj", "out_proj", "mlp_gate", "mlp_up
 FUSED = {"qkv_proj", "out_proj", "mlp_up", "mlp_down"}
 APART = GATED - {"mlp_gate"}
 EXPERTS = GATED - {"mlp_gate", "mlp_up", "mlp_down"} | {"moe_router", "moe_experts"}
+LATENT = (GATED | EXPERTS) - {"key_proj", "value_proj"} | {"qkv_proj"}
 # The roles that an architecture of transformers has, and how many of its products in layers have none.
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2", "granite"), GATED),
@@ -285,7 +286,14 @@ ARCHITECTURES = {
     **dict.fromkeys(("gpt2", "gpt_neox", "bloom", "falcon", "gpt_bigcode", "mpt", "phi3"), FUSED),
     **dict.fromkeys(("phi", "opt", "starcoder2", "xglm", "biogpt", "gpt_neo", "bert", "roberta"), APART),
     **dict.fromkeys(("ctrl",), APART),
-    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "gpt_oss"), EXPERTS),
+    **dict.fromkeys(
+        ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "phimoe", "flex_olmo"), EXPERTS
+    ),
+    **dict.fromkeys(("cohere2_moe", "minimax_m2"), EXPERTS),
+    # Their shared experts, or first layers, are MLPs.
+    **dict.fromkeys(("qwen2_moe", "glm4_moe", "ernie4_5_moe", "exaone_moe", "afmoe"), GATED | EXPERTS),
+    **dict.fromkeys(("hunyuan_v1_moe",), GATED | EXPERTS),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT),
 }
 
 

@@ -345,6 +345,31 @@ def test_what_a_call_has_told_of_a_module_holds_for_the_next_tiled_function(opti
     assert looks(-3, torch.randn(2, 8, 4)) > 0
 
 
+@pytest.mark.parametrize("options", [{"tiles": 2}, {"peak": "2KiB"}])
+@pytest.mark.parametrize("way", ["module", "closure"])
+def test_what_a_first_call_looks_at_is_not_written_to(options, way):
+    class Counted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += x.shape[-2]
+            return super().forward(x)
+
+    module, x = Counted(), torch.randn(8, 4)
+    fn = tiled(module if way == "module" else lambda x: module(x), **options)
+    with torch.no_grad():
+        for call in (1, 2):
+            fn(x)
+            assert module.seen == 8 * call
+
+
+def test_a_write_into_what_is_split_is_named_as_that():
+    with pytest.raises(RematError, match="the body wrote into xs in place"):
+        tiled(lambda x: x.mul_(2) + 1, tiles=3)(leaf(6, 4).detach())
+
+
 def test_no_tokens_and_no_gradients():
     assert tiled(torch.sin, tiles=2)(torch.zeros(0, 4)).shape == (0, 4)
     with torch.no_grad():

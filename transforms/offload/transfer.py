@@ -20,11 +20,12 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.transforms.compat import at_backward_end, bits, graph_task, memory_is_real, with_bits
+from remat.transforms.compat import at_backward_end, bits, graph_task, memory_is_real, storage_key, with_bits
 from remat.transforms.context import scoped, untracked
 from remat.transforms.errors import RematError, written
-from remat.transforms.ops import span, tensors_in, version_of
+from remat.transforms.ops import memory_of, span, tensors_in, version_of
 
 # The name of a region's arguments that belong on the host.
 INPUT = "remat.input"
@@ -197,33 +198,43 @@ class Parcel:
         "host",
         "offset",
         "sent",
+        "source",
         "stride",
         "takers",
+        "storage",
         "version",
+        "watched",
     )
 
-    def __init__(self, tensor: torch.Tensor, waits: bool = False) -> None:
-        """`waits`: it leaves when the next one that waits is made, so the last of a pass is never sent."""
+    def __init__(self, tensor: torch.Tensor, source: torch.Tensor | None = None) -> None:
+        """`source`: what a region was given, of which `tensor` is a view. It leaves when the next one that
+        has a source is made, so the last of a pass is never sent."""
         # What travels is memory: that its numbers stand for their conjugates is noted beside it.
         self.bits = bits(tensor)
         tensor = with_bits(tensor.detach(), self.bits)
         self.device = tensor.device
         self.sent: Copy | None = None
-        self.host, self.version = tensor, version_of(tensor)
+        # Whether the source was written to only it can tell: views made below autograd have other versions.
+        self.host, self.watched = tensor, tensor if source is None else source
+        self.version = version_of(self.watched)
+        self.source = None if source is None else weakref.ref(source)
         # Where it lay, for views of it.
         self.offset, self.stride = tensor.storage_offset(), tensor.stride()
         self.fetched: Copy | None = None
         self.takers = 0  # how many values will still be asked for of what was fetched
-        if waits:
+        # Of this memory, not of what comes to lie at its place later.
+        memory = None if source is None or type(tensor) is not torch.Tensor else memory_of(tensor)
+        self.storage = None if memory is None else StorageWeakRef(memory)
+        if source is not None:
             _queue.add(self)
         else:
             self.leave()
 
     def leave(self) -> None:
         """Send it, unless it was sent or written to since."""
-        if self.sent is None and version_of(self.host) == self.version:
+        if self.sent is None and version_of(self.watched) == self.version:
             self.sent = to_host(self.host)
-            self.host = self.sent.tensor
+            self.host = self.watched = self.sent.tensor
 
     def covers(self, view: torch.Tensor) -> bool:
         """Whether `view`, which looks into the same memory, is a part of it, laid out in the same way."""
@@ -247,9 +258,11 @@ class Parcel:
 
     def take(self) -> torch.Tensor:
         """What was sent on its device, fetched now if it was not before."""
+        # What is written to after it was sent may be written to before the copy has been made.
+        now = self.watched if self.sent is None else self.source and self.source()
+        if now is not None and version_of(now) != self.version:
+            raise RematError(written("a region with inputs='offload'", now))
         if self.sent is None:
-            if version_of(self.host) != self.version:
-                raise RematError(written("a region with inputs='offload'", self.host))
             return self.host
         fetched = self.fetched or to_device(self.host, self.device)
         self.takers -= 1
@@ -270,8 +283,17 @@ class _Queue(threading.local):
     def __init__(self) -> None:
         self.last: Any = None
         self.sent: collections.deque[Any] = collections.deque()
+        self.known: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
+
+    def find(self, source: torch.Tensor) -> Parcel | None:
+        """What has taken this memory, which several regions are given, as it is now."""
+        plain = type(source) in _PLAIN and source.layout is torch.strided
+        found = self.known.get(storage_key(source)) if plain else None
+        return found if found is not None and found.version == version_of(source) else None
 
     def add(self, parcel: Parcel) -> None:
+        if parcel.storage is not None:
+            self.known[parcel.storage.cdata] = parcel
         before = None if self.last is None else self.last()
         self.last = weakref.ref(parcel)
         if before is not None and before.sent is None:
@@ -321,12 +343,19 @@ class Away(Elsewhere):
         return with_bits(tensor if self.view is None else tensor.as_strided(*self.view), self.bits)
 
 
-def send(value: torch.Tensor, root: Any = None, waits: bool = False) -> Away:
-    """Send a value to the host, unless what is kept of the op that made its memory, `root`, covers it; with
-    `waits` as soon as another one waits."""
+def send(value: torch.Tensor, root: Any = None, source: torch.Tensor | None = None) -> Away:
+    """Send a value to the host, unless what is kept of the op that made its memory, `root`, covers it; a view
+    of a `source`, which a region was given, as soon as another such one is there."""
     if isinstance(root, Away) and root.view is None and root.parcel.covers(value):
         return Away(root.parcel, value)
-    return Away(Parcel(value, waits))
+    known = None if source is None else _queue.find(source)
+    if known is not None:
+        place = value.shape, value.stride(), value.storage_offset(), value.dtype, bits(value)
+        if place == (known.host.shape, known.stride, known.offset, known.host.dtype, known.bits):
+            return Away(known)
+        if known.covers(value):
+            return Away(known, value)
+    return Away(Parcel(value, source))
 
 
 def away_in(kept: Any) -> Iterable[Away]:

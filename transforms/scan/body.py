@@ -308,8 +308,8 @@ def _wrote_outside(name: str, tensor: torch.Tensor) -> RematError:
     return RematError(
         f"{name}: the body wrote into a captured tensor ({tuple(tensor.shape)}, {tensor.dtype}) in place, "
         "such as a running statistic. The backward evaluates steps again, and would write again. Put the "
-        "tensor into the carry and return its next value; for batch norm write eval() or "
-        "track_running_stats=False."
+        "tensor into the carry and return its next value, or (where there is no carry, in tiles) return what "
+        "a step adds and add it up outside; for batch norm write eval() or track_running_stats=False."
     )
 
 

@@ -32,6 +32,7 @@ class KeptValues(Mode):
     kept: dict[int, Any]
     kept_bytes: int
     op_in_parent: dict[int, int]
+    outside: list[torch.Tensor]
     lies: dict[int, str]  # for reports, how the wrappers lie whose local tensors these values are
     _kept_in: dict[int, list[int]]  # the ops of which something is kept, by the memory that it lies in
     _numbers: ValueNumbering
@@ -83,7 +84,8 @@ class KeptValues(Mode):
         # Of memory that was written to since, what was sent is out of date.
         fresh = node.root < 0 or node.root == at or node.root in self.tape.last_write
         root = None if fresh else self.kept.get(node.root)
-        return untracked(map_tensors, lambda tensor: send(tensor, root, node.name == INPUT), out)
+        source = self.outside[-1 - node.root] if node.name == INPUT and node.root < 0 else None
+        return untracked(map_tensors, lambda tensor: send(tensor, root, source), out)
 
     def shared(self, ops: Iterable[int]) -> list[torch.Tensor]:
         """The results of these ops that somebody else has, too, and may write to."""
