@@ -91,6 +91,10 @@ def simulated(
     read = {joint.values[v].storage for v in joint.saved}
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
     forever = ended | kept if stays else ended
+    if joint.opaque and replayed and not compiled:
+        # It holds what it returns and what the backward begins with.
+        forward = live_bytes(joint, graph.ops, start=set(), forever=results | read)
+        forever = forever | results | tangents
     begun = kept | tangents | (_allocated(graph, saved) & graph.returned & read)
     sums = summed_anew(joint) if anew else {}
     backward = live_bytes(joint, order, start=begun, forever=forever, nodes=not compiled, beside=sums)
@@ -101,6 +105,8 @@ def simulated(
 def backward_order(graph: Graph, saved: Set[int], replayed: Set[int], compiled: bool) -> list[Op]:
     """The ops of a region's backward in order, those that run again included."""
     joint, ops = graph.joint, graph.ops
+    if joint.opaque and replayed and not compiled:
+        return list(joint.ops)
     if not compiled:
         first = _first_reader(joint)
         again = [ops[k] for k in sorted(replayed) if k < len(ops)]
@@ -210,6 +216,8 @@ def held_until(joint: Joint, ops: Sequence[Op], *, nodes: bool) -> dict[int, int
         return _held_by_locals(joint)
     if not nodes:
         return {}
+    if joint.opaque and ops[0] is joint.ops[0]:
+        return held_throughout(joint)
     places = {id(op): step for step, op in enumerate(ops)}
     return {
         s: len(ops) if at == len(joint.ops) else places[id(joint.ops[at])]

@@ -141,9 +141,10 @@ class WholeStep:
             if key not in made:
                 measure = self.measure(at, model)
                 stage = graph.solved.made(("stage", model, *options.values()), measure.stage)
+                whole = self.ran or graph.joint.opaque
                 made[key] = replace(
                     stage,
-                    choices=(*more(measure), *(stage.choices[:1] if self.ran else stage.choices)),
+                    choices=(*more(measure), *(stage.choices[:1] if whole else stage.choices)),
                     gradients=stage.gradients // self.shards,
                 )
             stage = made[key]
@@ -181,6 +182,9 @@ class WholeStep:
             for k, v in enumerate(hole.operands):
                 if graph.joint.values[k].storage in saved:
                     found.add((at, self.outside.values[v].storage))
+            if not plain and graph.joint.opaque:
+                # Python that runs again as a whole makes its results again.
+                continue
             for inside, v in zip(_made(graph.joint), hole.made, strict=False):
                 if graph.joint.values[inside].storage in saved:
                     found.add((at, self.outside.values[v].storage))

@@ -402,6 +402,14 @@ class First(Row):
         return x.square().mean()
 
 
+class Scaling(Memory):
+    """An op whose node takes no hooks once it is there, as in titans-pytorch."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return torch._foreach_mul([y, self.lin(y).sin()], 0.5)[1]
+
+
 class Titan(Memory):
     """A gradient inside, and the memory that it has changed as a state."""
 
@@ -663,6 +671,8 @@ KINDS = {
     "numbers of a block": (lambda: Row(Measured), 0.001),
     "read later": (lambda: Row(Late), 0.001),
     "memories": (lambda: Row(Memory), 0.002),
+    # Up to 15 above: such a block is taken to run again as a whole.
+    "nodes without hooks": (lambda: Row(Scaling), 0.16),
     "old constants": (lambda: Row(OldConstant), 0.001),
     "slices": (Slices, 0.001),
     "called": (Called, 0.001),

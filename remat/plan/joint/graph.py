@@ -359,11 +359,12 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...]) -> Joint:
     """What was recorded, as plain data."""
     storages, alive = len(recorder.storages), len(recorder.ops)
     held, ends = (recorder.lives.ends(storages, late=late, alive=alive) for late in (False, True))
+    pinned = {} if recorder.hooks else _pinned(recorder, results, held)
     return Joint(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
         storages=tuple(recorder.storages),
-        saved=tuple(recorder.saved),
+        saved=(*recorder.saved, *pinned.values()),
         results=results,
         made=recorder.made,
         shapes=recorder.shapes,
@@ -371,9 +372,22 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...]) -> Joint:
         differentiated=recorder.differentiated,
         holes=holes_of(recorder),
         hooks=recorder.hooks,
+        opaque=bool(pinned),
         held=held,
-        ends=ends,
+        ends=tuple([max(end, held[s]) if s in pinned else end for s, end in enumerate(ends)]),
     )
+
+
+def _pinned(recorder: JointRecorder, results: tuple[int, ...], held: tuple[int, ...]) -> dict[int, int]:
+    """The memories that nodes which take no hooks hold until they have run, each with its first value."""
+    known = {recorder.values[v].storage for v in (*recorder.saved, *results)}
+    first = next((at for at, op in enumerate(recorder.ops) if not op.forward), len(recorder.ops))
+    found: dict[int, int] = {}
+    for number, value in enumerate(recorder.values):
+        s = value.storage
+        if 0 <= value.producer < first <= held[s] < len(recorder.ops) and s not in known:
+            found.setdefault(s, number)
+    return found
 
 
 def _trace(

@@ -136,6 +136,8 @@ class Joint:
         storages: bytes of each storage.
         saved: values that autograd packed for the backward, in order, without repetition.
         results: the function's tensor outputs.
+        opaque: whether nodes hold values that take no hooks once they are there, where `hooks` came late.
+            The function is then taken to run again as a whole, with its graph.
         made: those that it has made, each once, and what else outlives it, such as a module's attribute.
         shapes: those of `saved` of which nodes read the shape alone, so that an engine in eager code keeps
             nothing for them.
@@ -163,6 +165,7 @@ class Joint:
     differentiated: tuple[int, ...] = ()
     holes: tuple[Hole, ...] = ()
     hooks: bool = True
+    opaque: bool = False
     made: tuple[int, ...] = ()
     shapes: frozenset[int] = frozenset()
     held: tuple[int, ...] = field(default=(), compare=False)
