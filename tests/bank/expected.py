@@ -197,11 +197,25 @@ OTHERWISE = (
     ),
     Expected("third", "forces energy_and_forces", "refused invalid", "requires_grad_", "torch's own refusal"),
     Expected(
-        "third",
+        "third plain_over_jvp",
         "cache_of_a_draw_before_more_draws",
         "refused invalid",
         "returned other numbers|",
-        "what a table is made of is drawn again, where three levels run the function again",
+        "what a table is made of is drawn again, where levels run the function again",
+    ),
+    Expected(
+        "vmap vmap_grad vmap_vmap_grad plain_over_vmap grad_vmap vmap_hessian",
+        "result_stored_beside_tiles",
+        "invalid",
+        "escaped",
+        "a batch of torch's that is stored does not leave `vmap`",
+    ),
+    Expected(
+        "hessian jacrev third mixed vmap_hessian plain_over_jvp",
+        "checkpoints_of_torch_around_two_layers",
+        "invalid",
+        "saved",
+        "torch's checkpoint at levels of torch.func",
     ),
     Expected(
         "mixed",
