@@ -90,6 +90,8 @@ def _kind(leaf: Any) -> Any:
 
 def _chunked(pairs: Callable[..., Leaves], rows: Leaves, n: int) -> Leaves:
     """The prefixes: those of what does not fill a chunk, then chunks as the steps of a scan."""
+    if n < 2:
+        return [x.clone() for x in rows]
     # About 4 sqrt(n) elements, since with fewer the backward is bound by its number of ops; a number that
     # divides, so that nothing is copied to be joined, and of many halves.
     near = 1 << ((n - 1).bit_length() // 2 + 2)

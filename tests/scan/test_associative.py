@@ -82,6 +82,24 @@ def test_double_backward_and_regions():
         same(*found)
 
 
+@pytest.mark.parametrize("n", [0, 1])
+def test_nothing_to_combine(n):
+    x = torch.ones(n, 2)
+    found = associative_scan_remat(torch.add, x)
+    found += 1  # memory of its own
+    assert found.shape == x.shape and bool((x == 1).all())
+
+
+def test_the_first_chunk_combines_nothing_that_is_no_element():
+    def product(left, right):
+        return left / left * left * right  # of a zero not a number
+
+    x = (torch.rand(96, 2, dtype=torch.double) + 0.5).requires_grad_()
+    found, expected = associative_scan_remat(product, x), x.cumprod(0)
+    same(found, expected)
+    same(torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x))
+
+
 def test_functions_that_do_not_commute():
     torch.manual_seed(0)
     x = (torch.randn(40, 3, 3, dtype=torch.double) / 3 + torch.eye(3)).requires_grad_()
