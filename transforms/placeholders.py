@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,16 +17,25 @@ class Meta(tuple):
         return f"{str(self[2]).removeprefix('torch.')}{list(self[0])}"
 
 
+def mapped(kind: Any, function: Callable[[Any], Any], value: Any) -> Any:
+    """Arguments or results of an op, with `function` of every `kind` among them."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, (tuple, list)) and not isinstance(value, Meta):
+        return type(value)([mapped(kind, function, v) for v in value])
+    return {k: mapped(kind, function, v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
 def without_data(outs: Any) -> Any:
     """Results as metadata, shown as tensors of the meta device."""
-    if isinstance(outs, Meta):
-        shape, stride, dtype, _ = outs
+
+    def shown(meta: Meta) -> torch.Tensor:
+        shape, stride, dtype, _ = meta
         if stride is None:
             return torch.empty(shape, dtype=dtype, device="meta")
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    if isinstance(outs, (tuple, list)):
-        return type(outs)([without_data(v) for v in outs])
-    return outs
+
+    return mapped(Meta, shown, outs)
 
 
 class LeftOut:
@@ -37,6 +47,4 @@ LEFT_OUT = LeftOut()
 
 def without_objects(value: Any) -> Any:
     """Arguments or results of a collective as a tape may hold them: its handle holds on to its tensors."""
-    if isinstance(value, (tuple, list)) and not isinstance(value, Meta):
-        return type(value)([without_objects(v) for v in value])
-    return LEFT_OUT if isinstance(value, torch.ScriptObject) else value
+    return mapped(torch.ScriptObject, lambda _: LEFT_OUT, value)

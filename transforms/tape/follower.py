@@ -25,7 +25,7 @@ from remat.transforms.ops import (
     tensors_in,
     traits,
 )
-from remat.transforms.placeholders import without_data
+from remat.transforms.placeholders import mapped, without_data
 from remat.transforms.pytree import constants_alike
 from remat.transforms.state import first_draw
 from remat.transforms.tape.program import call_of
@@ -478,15 +478,8 @@ def show_so_far(selector: Any, tape: Tape, owner: Owner) -> None:
 
 def _described(tape: Tape, node: Node) -> tuple[Any, Any, Any]:
     """The arguments and results of an op that has run, metadata in the place of tensors."""
-
-    def show(value: Any) -> Any:
-        if isinstance(value, Ref):
-            return without_data(tape.meta_of(value))
-        if isinstance(value, (list, tuple)):
-            return type(value)([show(v) for v in value])
-        return value
-
-    return show(node.args), {k: show(v) for k, v in node.kwargs.items()}, without_data(node.outs)
+    args, kwargs = mapped(Ref, lambda ref: without_data(tape.meta_of(ref)), (node.args, node.kwargs))
+    return args, kwargs, without_data(node.outs)
 
 
 def _no(*_: Any) -> None:

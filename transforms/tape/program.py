@@ -21,7 +21,7 @@ from remat.transforms.compat import direct_call, outside_all_modes, set_grad_ena
 from remat.transforms.context import active, untracked
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import tensors_in, traits, updates
-from remat.transforms.placeholders import Meta
+from remat.transforms.placeholders import Meta, mapped
 from remat.transforms.tape.snapshots import handed_out
 from remat.transforms.tape.tape import KEPT, RUN, SKIP, Node, RecomputeSteps, Ref, Tape, refs_in
 
@@ -186,9 +186,10 @@ class Program:
                 for at, number in step.flat:
                     args[at] = values[number]
                 for at in step.nested:
-                    args[at] = _filled(args[at], values)
+                    args[at] = mapped(Ref, values.__getitem__, args[at])
                 try:
-                    out = call(*args, **_filled(step.kwargs, values)) if step.kwargs else call(*args)
+                    keywords = step.kwargs and mapped(Ref, values.__getitem__, step.kwargs)
+                    out = call(*args, **keywords) if keywords else call(*args)
                 except (RuntimeError, IndexError, ValueError, TypeError) as error:
                     if isinstance(error, (RematError, torch.OutOfMemoryError)):
                         raise
@@ -287,11 +288,3 @@ def _like(tape: Tape, at: int, call: Callable[..., Any]) -> tuple[Callable[..., 
     if kwargs.get("device") is None:
         kwargs["device"] = device
     return call, (stand_in, *node.args[1:]), kwargs
-
-
-def _filled(value: Any, values: Values) -> Any:
-    if type(value) is Ref:
-        return values[value]
-    if isinstance(value, (list, tuple)):
-        return type(value)([_filled(v, values) for v in value])
-    return {k: _filled(v, values) for k, v in value.items()} if isinstance(value, dict) else value

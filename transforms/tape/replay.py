@@ -34,7 +34,7 @@ from remat.transforms.ops import (
     traits,
     version_of,
 )
-from remat.transforms.placeholders import without_objects
+from remat.transforms.placeholders import mapped, without_objects
 from remat.transforms.state import RandomState, drawing_again, same_numbers
 from remat.transforms.tape.follower import Check, checks_of, constants_just
 from remat.transforms.tape.kept_values import holds
@@ -197,7 +197,7 @@ class Replay(Mode):
 
     def _do(self, at: int, node: Node, facts: Traits, func: Any, args: Any, kwargs: Any) -> Any:
         if self.scratch:
-            args, kwargs = self._on_scratch((args, kwargs))
+            args, kwargs = mapped(torch.Tensor, self._on_scratch, (args, kwargs))
         if self.needs.actions[at] == KEPT:
             made = kwargs.get("generator") is not node.kwargs.get("generator")  # in this run
             if node.draws and (made or self.tape.scanned):
@@ -271,15 +271,9 @@ class Replay(Mode):
     def _hand_out(self, at: int) -> Any:
         return untracked(handed_out, self.kept[at], at in self.needs.copied)
 
-    def _on_scratch(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            scratch = self.scratch.get(storage(value))
-            return value if scratch is None else untracked(scratch.view, value)
-        if isinstance(value, (tuple, list)):
-            return type(value)([self._on_scratch(v) for v in value])
-        if isinstance(value, dict):
-            return {k: self._on_scratch(v) for k, v in value.items()}
-        return value
+    def _on_scratch(self, tensor: torch.Tensor) -> torch.Tensor:
+        scratch = self.scratch.get(storage(tensor))
+        return tensor if scratch is None else untracked(scratch.view, tensor)
 
     def _differs(self, at: int, what: str) -> RematError:
         return RematError(not_repeated(self.tape.region, f"at op {at}, {what}"))

@@ -30,7 +30,7 @@ from remat.transforms.ops import (
     traits,
     version_of,
 )
-from remat.transforms.placeholders import Meta
+from remat.transforms.placeholders import Meta, mapped
 from remat.transforms.pytree import constants_alike
 
 # Bytes of what is from outside, or filled past torch, that a region may hold without being told to.
@@ -258,13 +258,7 @@ class Tape:
             return
         node = self.nodes[self.makers[number]]
         numbers = iter(node.makes())
-
-        def lying(outs: Any) -> Any:
-            if isinstance(outs, Meta):
-                return now if next(numbers) == number else outs
-            return type(outs)([lying(part) for part in outs]) if isinstance(outs, (tuple, list)) else outs
-
-        node.outs = lying(node.outs)
+        node.outs = mapped(Meta, lambda meta: now if next(numbers) == number else meta, node.outs)
 
     def passes(self, node: Node) -> bool:
         """Whether an op is left out of the sequence where user code runs again (see `sharded`)."""
@@ -469,8 +463,4 @@ def let_go(recorder: Any) -> list[Given]:
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     """`value`, the result of an op or what is kept of it, with `function` applied to its tensors."""
-    if isinstance(value, (torch.Tensor, Elsewhere)):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)([map_tensors(function, v) for v in value])
-    return value
+    return mapped((torch.Tensor, Elsewhere), function, value)
