@@ -20,6 +20,7 @@ from remat._core.flops import (
     op_name,  # `aten::mm` for every overload and for the packet
     set_price,  # let a custom op cost what a function says
 )
+from remat._core.garbage import collecting_rarely  # while many objects are made that live
 from remat._core.isolated import (
     Isolated,  # gradients and storages as a look met them
     isolated,  # leave gradients and storages as they are, whatever runs inside

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from remat._core import Device, isolated, isolating, known_flops
+from remat._core import Device, collecting_rarely, isolated, isolating, known_flops
 from remat._torch import dynamo_errors
 from remat.debug import Recomputed, RegionNodes, regions_in, uncompiled
 from remat.gpu.cards import card
@@ -92,20 +91,9 @@ def compile_for(
             f"code for {device} needs Triton, which compiles kernels on any machine and is not installed. "
             f"Install the one of torch {torch.__version__}: pip install {wanted}, or 'remat[gpu]'."
         )
-    with _collecting_rarely():
+    with collecting_rarely():
         traces, held = trace(step, args, kwargs, chip)
         return _report(device, chip, speeds, traces, held, machine_code)
-
-
-@contextlib.contextmanager
-def _collecting_rarely() -> Iterator[None]:
-    """Compilers make many objects that live: to look for garbage among them took a tenth of the time."""
-    before = gc.get_threshold()
-    gc.set_threshold(max(before[0], 200_000) if before[0] else 0, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def trace(step: Callable[..., Any], args: Any, kwargs: Any, chip: Chip | None = None) -> tuple[Traced, int]:

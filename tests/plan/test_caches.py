@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from remat import checkpoint_policy, remat, save_names
+from remat import checkpoint_policy, fit, nn, remat, save_names
 from remat.plan import BudgetPolicy
 from remat.policies import save_every_nth, save_matmuls, where
 from tests.helpers import crossed, same
@@ -331,3 +331,19 @@ def test_who_is_asked_again():
         assert not policy.asks_again and not (policy | save_matmuls).asks_again
     with pytest.raises(TypeError, match="only a function is asked more"):
         checkpoint_policy(save_matmuls, stateful=True)
+
+
+def test_numbered_layers_with_an_iterator_in_reach_are_traced_once(traced):
+    """What a look would take out of an iterator is no reason to trace each of 14 layers for itself."""
+    tokens = iter(range(3))
+
+    class Layer(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).tanh() if tokens is not None else x
+
+    layers = torch.nn.Sequential(*[Layer(8, 8) for _ in range(14)])
+    for number, layer in enumerate(layers):
+        layer.number = number  # pyright: ignore[reportArgumentType]
+    nn.apply(layers, layers="*", policy=checkpoint_policy(budget=0.5))
+    fit(lambda x: layers(x).sum(), X, budget=0.5)
+    assert len(traced) == 9 and next(tokens) == 0

@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from json import dumps
 
-from remat._core import format_bytes
+from remat._core import collecting_rarely, format_bytes
 from remat._fit import fit
 from remat.cli.errors import UsageError
 from remat.cli.models import check_published, published
@@ -36,11 +36,11 @@ def plan_published(
     if batch < 1 or seq < 1:
         raise UsageError(f"--batch {batch} --seq {seq} must be positive.")
     start = time.perf_counter()
-    model, inputs = published(name, DTYPES[dtype], batch, seq)
-    built = time.perf_counter()
-    done = fit(
-        model, peak=peak, optimizer=optimizer or None, device=device or "h100", shards=shards, kwargs=inputs
-    )
+    options = {"optimizer": optimizer or None, "device": device or "h100", "shards": shards}
+    with collecting_rarely():
+        model, inputs = published(name, DTYPES[dtype], batch, seq)
+        built = time.perf_counter()
+        done = fit(model, peak=peak, kwargs=inputs, **options)
     ended = time.perf_counter()
     memory = _memory()
     if json:

@@ -216,7 +216,7 @@ class _Call:
         """The graph, by a look where nobody has looked."""
         found = None if self.key is None else _calls(self.key).graph
         if found is None:
-            found = self._of_kind(lambda: self._look(lambda reach, hooks: self._recorded(hooks)))
+            found = self._of_kind(lambda: self._look(lambda reach, hooks: self._recorded(hooks)), False)
             if self.key is not None:
                 _calls(self.key).graph = found
         return found
@@ -231,7 +231,7 @@ class _Call:
         count, alike = _calls(rough).alike
         if alike is not None and count >= ENOUGH and not under_hooks():
             return alike
-        if (found := self._of_kind(self._careful)) is None:
+        if (found := self._of_kind(self._careful, True)) is None:
             return None
         same = alike is not None and alike.signature == found.signature
         # What was solved on the one is solved on the other.
@@ -239,8 +239,11 @@ class _Call:
         _calls(self.key).graph = found
         return found
 
-    def _of_kind(self, look: Callable[[], Any]) -> Any:
-        """The graph of calls that look like this one, once they were seen to run it; else one by a look."""
+    def _of_kind(self, look: Callable[[], Any], careful: bool) -> Any:
+        """The graph of calls that look like this one, once they were seen to run it; else one by a look.
+
+        `careful`: no look may take something out of an iterator.
+        """
         key = None if self.peeled is not None else alike_key(self.fn, self.args, self.kwargs)
         if key is None:
             return look()
@@ -251,8 +254,11 @@ class _Call:
                 # Where not even a number differs, two comparisons are enough.
                 counts = kind.met > _SEVERAL and bool(kind.met & (kind.met - 1))
                 sure = kind.met > ENOUGH if kind.key == key else counts
-                if (sure and not kind.doubted) or self._runs(kind.graph):
+                runs = (sure and not kind.doubted) or self._runs(kind.graph, careful)
+                if runs:
                     return kind.graph
+                if runs is None:
+                    break
                 # Some number makes a difference after all: every call is looked at.
                 kind.doubted = True
         if (graph := look()) is not None:
@@ -260,13 +266,14 @@ class _Call:
             del kinds[:-_SEVERAL]
         return graph
 
-    def _runs(self, graph: Graph) -> bool:
-        """Whether the call runs the forward of a graph; what is differentiated is part of keys."""
+    def _runs(self, graph: Graph, careful: bool) -> bool | None:
+        """Whether the call runs the forward of a graph, None where it must not be looked at; what is
+        differentiated is part of keys."""
         joint = graph.joint
 
-        def same(reach: Reach, _: bool) -> bool:
-            if reach.once is not None:
-                return False
+        def same(reach: Reach, _: bool) -> bool | None:
+            if careful and reach.once is not None:
+                return None
             other = record(self.fn, self.args, self.kwargs, backward=False, hooks=joint.hooks)
             made = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in other.ops]
             seen = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in joint.forward]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from remat._core import did
+from remat._core import collecting_rarely, did
 from remat._torch import DEVICE, Repeats
 from remat.plan.joint.holes import around, holes_of, parts_of
 from remat.plan.joint.lives import Lives
@@ -331,6 +331,7 @@ def record(
     mode = fake_mode(tree_leaves((args, kwargs)))
     recorder = JointRecorder(StandIns(mode), hooks)
     with (
+        collecting_rarely(),
         outside_all_modes(),
         without_module_trackers(),
         trial(),
