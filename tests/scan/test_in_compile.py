@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
-from remat import checkpoint_policy, save_matmuls, save_nothing, scan_remat
+from remat import RematError, checkpoint_policy, save_matmuls, save_nothing, scan_remat
 from remat.schedules import Multilevel, Revolve, Segmented
 from remat.transforms import value_and_grad
 from tests.compiled import Graphs, compiled, ops
-from tests.helpers import crossed, sparse
+from tests.helpers import crossed, rand, sparse
 from tests.scan.inside import entry
 from tests.scan.scans import BLOCK, D, backward, close, make, nested, of_loop, of_scan, step
 from tests.scan.scans import fresh as fresh
@@ -224,3 +225,19 @@ def test_no_steps():
 
     end, ys = compiled(run)(torch.ones(D), torch.ones(0, D))
     assert end.equal(torch.ones(D)) and ys["y"].shape == (0, D) and ys["none"] is None
+
+
+def test_a_step_that_reads_memory_by_its_layout_is_refused_where_that_is_another():
+    """Compiled steps are given contiguous tensors: the value was another without a message."""
+
+    def step(h, _):
+        return h.as_strided((2, 4), (4, 1)).sum() + h.sin(), None
+
+    x = rand(3, 8)[:, ::2]
+    run = compiled(lambda x: scan_remat(step, x, length=2)[0])
+    with pytest.raises(BackendCompilerFailed, match="as_strided, which reads memory by its layout"):
+        run(x)
+    with pytest.raises(RematError, match="as_strided, which reads memory by its layout"):
+        scan_remat(step, x, length=2, compile="aot_eager")
+    torch._dynamo.reset()
+    torch.testing.assert_close(run(x.contiguous()), scan_remat(step, x.contiguous(), length=2)[0])

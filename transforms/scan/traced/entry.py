@@ -536,6 +536,7 @@ def run(spec: ScanSpec, body: TracedBody, operands: tuple[Any, ...], selector: A
 def _run(spec: ScanSpec, body: TracedBody, operands: tuple[Any, ...], selector: Any) -> tuple[Any, Any]:
     step = _GraphStep(body, spec.name, operands)
     consts, carry, xs = body.split(operands)
+    _refuse_layouts(body, spec.name, [*consts, *carry, *xs])
     traced, n = is_tracing() or active.evaluating, spec.length
     assert n is not None  # a loop is a graph break
     if traced and step.draws(operands):
@@ -560,6 +561,7 @@ def run_whole(whole: Whole, body: TracedBody, operands: tuple[Any, ...], selecto
     """As `run`, in eager: on the scan that `operands` stand in for, its steps compiled in blocks."""
     step = _GraphStep(body, whole.spec.name, operands)
     consts, carry, xs = body.split(operands)
+    _refuse_layouts(body, whole.spec.name, [*consts, *whole.carry, *whole.xs])
     kept = _made.get(body.graph.module)
     if kept is None:
         kept = _made[body.graph.module] = step.draws(operands), {}
@@ -579,6 +581,17 @@ def run_whole(whole: Whole, body: TracedBody, operands: tuple[Any, ...], selecto
     with torch.set_grad_enabled(whole.graded):
         end, ys = function_run(scan, flat)
     return (*(operands[i] for i in body.places), *end, *ys)
+
+
+def _refuse_layouts(body: TracedBody, name: str, tensors: Tensors) -> None:
+    """Compiled steps are given contiguous tensors, and a step may read memory by the layout that it had."""
+    parts = [part for part in body.graph.module.modules() if isinstance(part, torch.fx.GraphModule)]
+    reads = any(["as_strided" in str(node.target) for part in parts for node in part.graph.nodes])
+    if reads and not all([t.is_contiguous() for t in tensors]):
+        raise RematError(
+            f"{name}: the body calls as_strided, which reads memory by its layout, and a tensor that it is "
+            "given is not contiguous. Compiled steps are given contiguous ones. Pass `x.contiguous()`."
+        )
 
 
 def _block(graph: Graph, carry: Tensors, xs: Tensors) -> int:
