@@ -13,7 +13,7 @@ from typing import Any, overload
 import torch
 
 from remat import nn
-from remat._blocks import largest_class, listed, no_blocks
+from remat._blocks import LayerError, largest_class, listed, no_blocks
 from remat._core import DEVICES, check_callable, format_bytes, joined_keywords, keywords_apart
 from remat._fit.held import HeldBytes, held_by
 from remat._fit.report import Fit
@@ -173,9 +173,9 @@ def fit(
         that is called in place of the function, as said above.
 
     Raises:
-        RematError: no blocks or regions are found (of a module also a ValueError), nothing has a gradient, an
-            option is not for what is given, or the peak or budget is out of reach. The message says what each
-            part takes. The model is then as it was.
+        RematError: no blocks or regions are found (of a module that does not fit as it is, also a
+            ValueError), nothing has a gradient, an option is not for what is given, or the peak or budget
+            is out of reach. The message says what each part takes. The model is then as it was.
 
     Example:
         >>> import torch, remat
@@ -279,6 +279,13 @@ def _fitted(
     fits = [way for way in ways if way.chosen is not None]
     if not fits:
         assert limit is not None
+        if not ways[0].names:
+            least = ways[0].limit_of(ways[0].plain)
+            raise LayerError(
+                f"{no_blocks(job.model)} A peak of {limit:,} bytes is below what it takes as it is, "
+                f"{least + held.bytes:,} bytes. Held throughout: {held}; in the step {least:,} bytes. Write "
+                f"peak={least + held.bytes} or more, or a smaller batch."
+            )
         leanest = min(ways, key=lambda way: way.limit_of(way.portfolio.leanest()))
         least = leanest.limit_of(leanest.portfolio.leanest())
         raise _out_of_reach(limit, held, least, leanest.plain)
@@ -353,7 +360,8 @@ def _cuts(model: torch.nn.Module, layers: nn.Layers | None, tried: list[Way]) ->
     if names and names not in cuts:
         yield names
     elif not cuts:
-        raise no_blocks(model)
+        # It may fit as it is.
+        yield []
 
 
 def _memory(roots: Any, device: Any) -> int:

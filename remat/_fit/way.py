@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from remat import nn
+from remat._blocks import no_blocks
 from remat._core import Mark, trace_memory
 from remat._fit.policy import Fitted, Made
 from remat._inspect import looked_at
@@ -166,12 +167,16 @@ class Way:
         self.plain = self.portfolio.plain()
         self._parts = _PARTS_OF_DATA if self.step.ran else _PARTS
         self.budget = 0
+        if limit is None and not names:
+            raise no_blocks(source.model)
         if limit is None:
             self.budget, chosen = self.portfolio.keeping(check_budget(budget))
-            self.chosen = chosen if chosen.cost else self.plain
+            self.chosen: Chosen | None = chosen if chosen.cost else self.plain
             return
         allowed = limit * self._parts // (self._parts + 1)
-        self.chosen = self.plain if self.plain.peak <= allowed else self.portfolio.within(allowed)
+        self.chosen = self.plain
+        if self.plain.peak > allowed:
+            self.chosen = self.portfolio.within(allowed) if names else None
 
     def deciding_again(self) -> Way | None:
         """The same cut where decisions run again, None where there are none."""

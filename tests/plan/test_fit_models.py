@@ -1005,3 +1005,26 @@ def test_decisions_run_again_only_where_no_plan_that_keeps_them_fits():
     assert done.applied and not done.notes
     assert measured(model, (x,), options["loss"]) <= done.peak_bytes - plain.held.bytes
     assert any(kept.why == "decision" for kept in remat.saved_residuals(model, x))
+
+
+def test_a_model_without_blocks_fits_as_it_is_or_is_told_from_where_on():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)), torch.randn(48, 32)
+    options: Any = {"loss": lambda y: y.square().mean()}
+    with pytest.raises(RematError, match="found no blocks") as said:
+        remat.fit(model, x, peak=held_by(model, x) + 8, **options)
+    assert "Held throughout: parameters" in str(said.value) and "in the step" in str(said.value)
+    found = re.search(r"Write peak=(\d+) or more", str(said.value))
+    assert found is not None
+    done = remat.fit(model, x, peak=int(found[1]), **options)
+    assert not done.applied and not remat.regions(model)
+    assert measured(model, (x,), options["loss"]) == done.peak_bytes - done.held.bytes
+    with pytest.raises(RematError, match="found no blocks"):
+        remat.fit(model, x, peak=int(found[1]) - 8, **options)
+    with pytest.raises(RematError, match="found no blocks"):
+        remat.fit(model, x, budget=0.5, **options)
+
+
+def held_by(model, x):
+    """Bytes of what lives throughout a step."""
+    return sum(t.untyped_storage().nbytes() for t in (*model.parameters(), x))
