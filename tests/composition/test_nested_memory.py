@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import grad, jacrev, vjp, vmap
 
-from remat import remat, save_matmuls, save_nothing
+from remat import checkpoint_policy, remat, save_matmuls, save_nothing
 from tests.helpers import LiveBytes, rand, same
 
 
@@ -64,3 +64,29 @@ def test_a_region_in_a_transform_in_a_region_holds_what_the_outer_one_does(trans
         return (a.sin() * a.cos()).tanh()
 
     assert kept(remat(inner)) == kept(inner) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_second_calls_of_nested_derivatives_follow_the_first(batched):
+    """A policy is asked where a forward is recorded, and only there."""
+    asked = []
+
+    def rule(op):
+        asked.append(op)
+        return op.op is torch.ops.aten.mm.default
+
+    x, w = rand(3, 4), rand(4, 4)
+
+    def run(fn, w):
+        twice = grad(lambda w: grad(lambda w: fn(w).sum())(w).square().sum())
+        return vmap(twice)(torch.stack([w, 2 * w])) if batched else twice(w)
+
+    def fn(w):
+        return (x @ w).tanh() @ w
+
+    region, counts = remat(fn, policy=checkpoint_policy(rule)), []
+    for scale in (1, 1, 3):
+        asked.clear()
+        same(run(region, scale * w), run(fn, scale * w))
+        counts.append(bool(asked))
+    assert counts == [True, False, False]

@@ -369,7 +369,7 @@ def _carrier(strays: dict[int, torch.Tensor]) -> torch.Tensor | None:
     return None
 
 
-_DETACH = torch.ops.aten.detach.default  # it ends derivatives, and regions inside hold what they read by it
+_DETACH = torch.ops.aten.detach.default
 
 
 class StrayWatch(DispatchMode):
@@ -384,6 +384,8 @@ class StrayWatch(DispatchMode):
         self.outside: list[torch.Tensor] = []
         self.met: set[int] = set()
         self._known: dict[int, weakref.ref[torch.Tensor]] = {}
+        # Looks at tensors from outside, with those: regions inside hold what they read by a look.
+        self._looks: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         for tensor in known:
             if isinstance(tensor, torch.Tensor):
                 self._add(unwrapped(tensor))
@@ -393,10 +395,15 @@ class StrayWatch(DispatchMode):
             if isinstance(value, torch.Tensor):
                 self.met.add(id(value))
                 if not self.knows(value) and func is not _DETACH:
+                    look = self._looks.get(id(value))
+                    value = value if look is None or look[0]() is not value else look[1]
                     self._add(value)
                     self.outside.append(value)
         with functions_as_they_are():  # regions around would take it for a call of the function's
             out = func(*args, **(kwargs or {}))
+        if func is _DETACH and not self.knows(args[0]):
+            self._looks[id(out)] = weakref.ref(out), args[0]  # it ends no derivative of the levels
+            return out
         made = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
         for value in made:
             self._add(value)

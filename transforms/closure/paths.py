@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,6 +91,7 @@ def _captured_by_name(fn: Any) -> Iterator[tuple[str, Any]]:
         return
     for name, cell in zip(code.co_freevars, cells or (), strict=False):
         try:
-            yield name, cell.cell_contents
+            value = cell.cell_contents
         except ValueError:
             continue  # a cell not filled yet
+        yield name, value() if type(value) is weakref.ref else value  # (as `Region.released` has it)

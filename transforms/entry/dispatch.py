@@ -226,9 +226,7 @@ def _run_frame(
         known = own = None if key is None else region.traces.get(key)
         if own is None and key is not None:
             known = region.alike(key)
-        frame = Frame(inputs)
-        with labelled("forward", region.name), inside():
-            out = frame.forward(args, kwargs, known)
+        out, frame = _forward(inputs, args, kwargs, known)
         if key is not None and (own is None or frame.tape is not own.tape):
             region.learn(key, known, frame)
     inputs.finish()

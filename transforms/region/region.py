@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
+import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -165,6 +166,8 @@ def _released(value: Any, around: tuple[Any, ...] = ()) -> Any:
         args = [_released(arg, around) for arg in value.args]
         return functools.partial(_released(value.func, around), *args, **given)
     if kind is not types.FunctionType:
+        if isinstance(value, torch.Tensor):
+            return weakref.ref(value)  # messages have its name
         owner = value.__self__ if kind is types.MethodType else value
         return value if kind in _SMALL or is_module(owner) else None
     closure = value.__closure__ or ()

@@ -432,12 +432,10 @@ class Recorded:
 
 def plain_checks(tape: Tape, needs: RecomputeSteps) -> list[Check | None]:
     """What ops are compared by that run again and are looked at no further, None for others."""
+    of_ops = zip(tape.nodes, checks_of(tape), needs.actions, strict=True)
     return [
-        check
-        if check.count >= 0 and not (check.watched or node.digest) and (facts.view or action == RUN)
-        else None
-        for node, check, action in zip(tape.nodes, checks_of(tape), needs.actions, strict=True)
-        if (facts := traits(node.op))
+        check if check.count >= 0 and action == RUN and not (check.watched or node.digest) else None
+        for node, check, action in of_ops
     ]
 
 
