@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from remat.plan.chain import Chain, Choice, Stage, packed
 from remat.plan.graph import Graph
-from remat.plan.solve import INF, Joined, Placed, Problem, cheapest, front, place
+from remat.plan.solve import INF, Joined, Placed, Problem, cheapest, few, front
 
 # Shares of the windows that there is room for, tried until the bound rises: what is on its way takes room.
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.25)
+# More choices than these are thinned out.
+_MANY = 2000
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,31 @@ def over_link(
     regions, left = _at_home(joined.regions, problems, budget - moving - joined.device)
     joined = replace(joined, regions=regions, device=budget - int(left))
     return OverLink(joined, moving, cheapest(alone, budget))
+
+
+def place(fronts: Sequence[Sequence[Placed]], budget: float) -> Joined | None:
+    """The cheapest choice of each region within `budget` bytes on the device, None where there is none."""
+    start = time.perf_counter()
+    if not fronts or sum(points[0].device for points in fronts) > budget:
+        return None
+    every = sum(map(len, fronts)) <= _MANY
+    made = {id(points): points if every else few(points) for points in fronts}
+    stages = {key: _stage(points) for key, points in made.items()}
+    # A chain that holds all of what its stages keep to its end: one table serves for peaks and for this.
+    parts, floor = packed(Chain([stages[id(points)] for points in fronts]), int(budget))
+    if parts is None:
+        chosen = tuple([points[0] for points in fronts])
+    else:
+        chosen = tuple([made[id(points)][part.choice] for points, part in zip(fronts, parts, strict=True)])
+    cost, device = sum(p.cost for p in chosen), sum(p.device for p in chosen)
+    # Few regions leave the LP's bound far away, and all of their choices are in the table.
+    floor = max(cheapest(fronts, budget), floor if every else 0.0)
+    return Joined(chosen, device, cost, min(cost, floor), time.perf_counter() - start)
+
+
+def _stage(points: Sequence[Placed]) -> Stage:
+    choices = [Choice(frozenset(), p.cost, 0.0, p.device, p.device, p.device) for p in points]
+    return Stage(tuple(choices), choices[0], 0.0, 0.0, 0, 0)
 
 
 def _at_home(

@@ -33,7 +33,7 @@ from remat.plan.graph.measured import Measured, _table  # seconds by stopwatch
 from remat.plan.graph.speeds import rate_at  # probes of this machine
 from remat.plan.graph.stopwatch import best_seconds  # the stopwatch
 from remat.plan.graph.traffic import traffic  # bytes that an op moves
-from remat.plan.joined import over_link  # plans over a link
+from remat.plan.joined import over_link, place  # plans over a link
 from remat.plan.joint import learned, planned_for, record  # forward and backward as one graph
 from remat.plan.layout.knapsack import Repeated, added, single  # sums, for brute force
 from remat.plan.layout.links import Linked  # prices between ranks
@@ -44,12 +44,11 @@ from remat.plan.layout.trace import traced  # blocks as a layout sees them
 from remat.plan.peak import highest_within, profile, step_peak  # simulated peaks
 from remat.plan.plans.followed import Bound, _passed_over  # plans bound to calls
 from remat.plan.policy import plan_graph  # a plan of a graph
-from remat.plan.solve import knapsack, milp  # solvers, by themselves
+from remat.plan.solve import milp  # solvers, by themselves
 from remat.plan.solve import reduce as reductions
 from remat.plan.solve.choices import States  # solvers, by themselves
-from remat.plan.solve.host import front, place  # solvers, by themselves
+from remat.plan.solve.host import front  # solvers, by themselves
 from remat.plan.solve.hull import bound, hull  # solvers, by themselves
-from remat.plan.solve.knapsack import pack  # solvers, by themselves
 from remat.plan.solve.portfolio import least, solve  # solvers, by themselves
 from remat.plan.solve.problem import INF, Problem, complete, keep_all  # problems of numbers, for brute force
 from remat.plan.solve.reduce import contract, reduce  # solvers, by themselves

@@ -6,6 +6,7 @@ from remat.plan.chain.chain import (
 )
 from remat.plan.chain.search import (
     best_parts,  # the cheapest parts found that keep within a peak of `limit` bytes
+    packed,  # the cheapest choice of each stage, and a bound on the price of any
 )
 from remat.plan.chain.stages import (
     Choice,  # a plan for a stage, with its price and its bytes

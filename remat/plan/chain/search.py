@@ -27,6 +27,16 @@ def best_parts(chain: Chain, limit: int, *, nested: bool = True) -> tuple[Part, 
         return _Search(chain, limit, nested).parts()
 
 
+def packed(chain: Chain, limit: int) -> tuple[tuple[Part, ...] | None, float]:
+    """The cheapest choice of each stage, and a bound on the price of any, however bytes were rounded."""
+    with outside_all_modes(), functions_as_they_are():
+        search = _Search(chain, limit, nested=False)
+        parts = search.parts()
+        # Of each stage half a cell may have been rounded away.
+        spare = search.count + 1 if search.cell > 1 else 0
+        return parts, float(search.top[0][limit // search.cell + spare])
+
+
 @dataclass(frozen=True)
 class _Way:
     """One way to go on: a step of a certain price, and the stages that it leaves to other searches.

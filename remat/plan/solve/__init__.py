@@ -4,8 +4,8 @@ from remat.plan.solve.host import (
     Joined,  # a choice for each region, with its proof
     Placed,  # what a region keeps on the device and on the host
     cheapest,  # a bound on the price of all choices within a budget
+    few,  # some of them, at even prices
     front,  # all choices of a region that no other beats
-    place,  # the cheapest choice of each region within a budget
 )
 from remat.plan.solve.hull import (
     bound,  # the lower bound that the hull proves on the price at this many bytes

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable
 
 from remat.plan.solve.problem import INF, Problem
 
 # More states between two ops than this are given up: the part is too tangled.
 _STATES = 256
-
-Point = TypeVar("Point", bound="tuple[int, int, *tuple[object, ...]]")
-
 
 # From a state to the next one: that state, bytes, price, and the values kept.
 Step = tuple[int, int, int, tuple[int, ...]]
@@ -92,12 +88,3 @@ class States:
                     before[state] = min(ways)
             found.append(before)
         return found[::-1]
-
-
-def undominated(points: Sequence[Point]) -> list[Point]:
-    """The points (bytes, price, ...) that no other beats, by bytes; of equal ones the first."""
-    found: list[Point] = []
-    for point in sorted(points, key=lambda p: (p[0], p[1])):
-        if not found or point[1] < found[-1][1]:
-            found.append(point)
-    return found

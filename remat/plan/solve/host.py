@@ -15,22 +15,20 @@ device and price. Then one choice of each region is packed, with a proven bound.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from remat.plan.solve.choices import States
-from remat.plan.solve.knapsack import pack
 from remat.plan.solve.problem import INF, Problem
 from remat.plan.solve.reduce import contract
 from remat.plan.solve.split import split
 
 # Prices are whole numbers of about this total; a region of more choices at once is given up.
 _UNITS, _MOST = 1 << 40, 20_000
-# Labels that the packing looks at before it gives up, what may remain unproved, choices of each region.
-_LABELS, _GAP, _FEW = 1e5, 5e-3, 24
+# Choices of each region that are packed.
+_FEW = 48
 
 # Bytes on the device and on the host, price, and the values that are kept on each.
 Label = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
@@ -210,35 +208,6 @@ def _thin(labels: list[Sums]) -> list[Sums]:
     return found
 
 
-def place(fronts: Sequence[Sequence[Placed]], budget: float) -> Joined | None:
-    """The cheapest choice of each region within `budget` bytes on the device, None where there is none."""
-    start = time.perf_counter()
-    if not fronts or sum(points[0].device for points in fronts) > budget:
-        return None
-    floor = cheapest(fronts, budget)
-    made = {key: _few(points) for key, points in {id(points): points for points in fronts}.items()}
-    chosen, _ = _packed([made[id(points)] for points in fronts], budget)
-    if (cost := sum(p.cost for p in chosen)) * (1 - _GAP) > floor:
-        # Few regions leave the LP bound far away: all choices, and the bound that packing proves.
-        other, proved = _packed(fronts, budget)
-        chosen, floor = min(chosen, other, key=lambda taken: sum(p.cost for p in taken)), max(floor, proved)
-        cost = sum(p.cost for p in chosen)
-    device = sum(p.device for p in chosen)
-    return Joined(chosen, device, cost, min(cost, floor), time.perf_counter() - start)
-
-
-def _packed(fronts: Sequence[Sequence[Placed]], budget: float) -> tuple[tuple[Placed, ...], float]:
-    """One choice of each region, and a bound on the price of any."""
-    total = sum(points[0].cost for points in fronts) or 1.0
-    unit = total / (1 << 30)
-    classes = [[(p.device, int(p.cost / unit)) for p in points] for points in fronts]
-    top = sum(points[0][1] for points in classes) + 1
-    packed = pack(classes, budget, top, gap=_GAP, labels=_LABELS)
-    taken = packed.taken if packed.taken is not None else _greedy(classes, budget)
-    chosen = tuple([points[k] for points, k in zip(fronts, taken, strict=True)])
-    return chosen, packed.lower_bound * unit
-
-
 def _hull(points: Sequence[Placed]) -> list[Placed]:
     """The corners of the lower convex hull of a front."""
     found: list[Placed] = []
@@ -274,7 +243,7 @@ def cheapest(fronts: Sequence[Sequence[Placed]], budget: float) -> float:
     return max(cost, 0.0)
 
 
-def _few(points: Sequence[Placed]) -> list[Placed]:
+def few(points: Sequence[Placed]) -> list[Placed]:
     """The corners of a front, and points between them at even prices: what packing looks at."""
     if len(points) <= _FEW:
         return list(points)
@@ -286,21 +255,3 @@ def _few(points: Sequence[Placed]) -> list[Placed]:
             found.append(p)
             last = p.cost
     return found
-
-
-def _greedy(classes: Sequence[Sequence[tuple[int, int]]], budget: float) -> list[int]:
-    """From the fewest bytes on, the step of best price per byte that fits."""
-    taken = [0] * len(classes)
-    left = budget - sum(points[0][0] for points in classes)
-    while True:
-        steps = [
-            ((points[k][1] - points[j][1]) / (points[j][0] - points[k][0]), row, j)
-            for row, (points, k) in enumerate(zip(classes, taken, strict=True))
-            for j in range(k + 1, len(points))
-            if points[j][0] - points[k][0] <= left
-        ]
-        if not steps:
-            return taken
-        _, row, j = max(steps)
-        left -= classes[row][j][0] - classes[row][taken[row]][0]
-        taken[row] = j
