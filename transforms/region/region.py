@@ -166,7 +166,7 @@ def _released(value: Any, around: tuple[Any, ...] = ()) -> Any:
         args = [_released(arg, around) for arg in value.args]
         return functools.partial(_released(value.func, around), *args, **given)
     if kind is not types.FunctionType:
-        if isinstance(value, torch.Tensor):
+        if issubclass(kind, torch.Tensor):
             return weakref.ref(value)  # messages have its name
         owner = value.__self__ if kind is types.MethodType else value
         return value if kind in _SMALL or is_module(owner) else None
