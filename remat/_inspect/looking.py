@@ -15,6 +15,7 @@ from remat._torch import resize_storage
 from remat.transforms import targets, traits, version_of
 from remat.transforms.compat import (
     DispatchMode,
+    below_levels,
     functions_as_they_are,
     is_strided,
     is_wrapped,
@@ -37,7 +38,8 @@ def looked_at(*roots: Any, ops: bool = True) -> Iterator[None]:
                 module.require_backward_grad_sync = False
         plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         found = [t for t in reach.tensors if type(t) in plain and not is_wrapped(t)]
-        with functions_as_they_are():
+        # (A transform's level would make other tensors of these.)
+        with functions_as_they_are(), below_levels():
             states = [_State(tensor, copied=not ops or _is_small(tensor)) for tensor in found]
         try:
             # Storages have their sizes again before anything is written there.
@@ -48,7 +50,7 @@ def looked_at(*roots: Any, ops: bool = True) -> Iterator[None]:
                     writes.kept = kept
                 yield
         finally:
-            with functions_as_they_are():
+            with functions_as_they_are(), below_levels():
                 for state in states:
                     state.restore()
 
