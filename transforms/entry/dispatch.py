@@ -34,6 +34,7 @@ from remat.transforms.compat import (
     depth,
     function_modes,
     functions_as_they_are,
+    hooks_aside,
     hooks_disabled,
     in_transform,
     is_batched,
@@ -525,4 +526,7 @@ class FlatCall:
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
         called = Called(function, self.levels) if self.family.world is None else function
-        return run_innermost(called, self.region.selector is not None, args, kwargs)
+        # Nodes hold what these ops save for as long as the forward runs: hooks of the user's would be given
+        # what no backward reads, and their own ops would be ops of the region.
+        with hooks_aside():
+            return run_innermost(called, self.region.selector is not None, args, kwargs)
