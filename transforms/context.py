@@ -262,13 +262,13 @@ def notice(func: Any, args: Any) -> None:
                 mode.sets_again(args[0])
             return
         run_again_whole("it replaces the data of a tensor")
-        moved = _by_sharding()
+        moved = by_sharding()
         for mode in recordings():
             mode.expose(args[0], moved=True) if moved else mode.replaces(args[0])
     elif name == _LOOK:
         run_again_whole("its Python makes numbers of a tensor")
     elif name != "__set__" and name in RAW_ACCESSORS and args and isinstance(args[0], torch.Tensor):
-        moved = _by_sharding()
+        moved = by_sharding()
         for mode in recordings():
             mode.expose(args[0], moved)
 
@@ -289,7 +289,7 @@ def _is_there(tensor: Any, data: Any) -> bool:
         )
 
 
-def _by_sharding() -> bool:
+def by_sharding() -> bool:
     """Whether it is torch.distributed that looks at memory: FSDP frees and fills that of parameters.
 
     What it brings there are the parameters that the layer reads, and it brings them again for a backward.
