@@ -164,7 +164,7 @@ def _released(value: Any, around: tuple[Any, ...] = ()) -> Any:
     if kind is functools.partial:
         given = {name: _released(arg, around) for name, arg in value.keywords.items()}
         args = [_released(arg, around) for arg in value.args]
-        return functools.partial(_released(value.func, around), *args, **given)
+        return functools.partial(_released(value.func, around) or _gone, *args, **given)
     if kind is not types.FunctionType:
         if issubclass(kind, torch.Tensor):
             return weakref.ref(value)  # messages have its name
@@ -179,6 +179,10 @@ def _released(value: Any, around: tuple[Any, ...] = ()) -> Any:
     made = types.FunctionType(value.__code__, {}, value.__name__, defaults, cells)
     made.__kwdefaults__ = dict.fromkeys(value.__kwdefaults__ or ()) or None
     return made
+
+
+def _gone(*_: Any, **__: Any) -> None:
+    """Stands for an object that a partial calls: it may lead to tensors, and is not called again."""
 
 
 def _released_cell(cell: types.CellType, around: tuple[Any, ...]) -> types.CellType:
