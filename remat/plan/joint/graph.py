@@ -491,9 +491,9 @@ def differentiated(
 
 def _edges(leaves: list[torch.Tensor]) -> list[Any]:
     """Where the gradients of these arrive. A function mode would put stand-ins in the place of the leaves,
-    and transforms of torch.func take a tensor as it is."""
+    and transforms of torch.func take a tensor as it is. A tensor in parts on several ranks has no view here."""
     with outside_all_modes(), functions_as_they_are():
-        return [get_gradient_edge(leaf) for leaf in leaves]
+        return [leaf if wraps(leaf) else get_gradient_edge(leaf) for leaf in leaves]
 
 
 def _read_for_shape(recorder: JointRecorder, results: list[torch.Tensor]) -> frozenset[int]:
