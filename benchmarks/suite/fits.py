@@ -48,7 +48,7 @@ def next_guess(seen: list[tuple[int, int]], limit: int, low: int, high: int) -> 
         (a, used), (b, more) = seen
         guess = int(b + (limit - more) * (b - a) / (more - used))
         # Without a bound above, a guess far off would cost a run that is far too large.
-        # With one that the line does not know of (no memory was left there), it says nothing of what lies below.
+        # With one that the line does not know of (no memory was left there), it does not say what lies below.
         guess = ((low + high) // 2 if guess >= high else guess) if high else min(guess, 8 * low)
     return max(low + 1, min(guess, high - 1) if high else guess)
 

@@ -123,8 +123,8 @@ def _verdict(run: Pass, program: Program, policy: str, expected: list[Any]) -> V
     except RematError as error:
         return Verdict(program.name, name, "refused", _short(error))
     except Exception as error:
-        # Torch asks whether a loss of eigenvectors is well defined, but not of wrappers of torch.func: a region
-        # that goes backward below these is asked.
+        # Torch asks whether a loss of eigenvectors is well defined, but not of wrappers of torch.func.
+        # Regions that go backward below these are asked.
         kind = "not in torch" if "so it is ill-defined" in str(error) else "failed"
         return Verdict(program.name, name, kind, f"{type(error).__name__}: {_short(error)}")
     for turn, one, plain in zip(("first", "second"), got, expected, strict=True):

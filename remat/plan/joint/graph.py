@@ -491,7 +491,7 @@ def differentiated(
 
 def _edges(leaves: list[torch.Tensor]) -> list[Any]:
     """Where the gradients of these arrive. A function mode would put stand-ins in the place of the leaves,
-    and transforms of torch.func take a tensor as it is. A tensor in parts on several ranks has no view here."""
+    and transforms of torch.func take a tensor as it is. A sharded one has no view here."""
     with outside_all_modes(), functions_as_they_are():
         return [leaf if wraps(leaf) else get_gradient_edge(leaf) for leaf in leaves]
 
