@@ -324,7 +324,7 @@ def test_each_call_is_reported_as_a_region_of_its_own():
 
 @pytest.mark.parametrize("policy", (save_nothing, save_larger_than(0)))
 def test_kept_values_are_not_what_is_written_to_results_later(once, policy):
-    region = remat(marked(lambda x: torch.exp(x)), policy=policy)
+    region: Any = remat(marked(lambda x: torch.exp(x)), policy=policy)
 
     def run(x):
         for _ in range(3):
