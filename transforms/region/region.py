@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from remat.transforms.context import ranks_met
-from remat.transforms.objects import is_module
+from remat.transforms.objects import is_module, is_tensor
 from remat.transforms.region.cache import CachedTrace, TraceCache, Traces, cache_of, of_kinds
 from remat.transforms.tape import Node, Tape
 
@@ -166,7 +166,7 @@ def _released(value: Any, around: tuple[Any, ...] = ()) -> Any:
         args = [_released(arg, around) for arg in value.args]
         return functools.partial(_released(value.func, around) or _gone, *args, **given)
     if kind is not types.FunctionType:
-        if issubclass(kind, torch.Tensor):
+        if is_tensor(value):
             return weakref.ref(value)  # messages have its name
         owner = value.__self__ if kind is types.MethodType else value
         return value if kind in _SMALL or is_module(owner) else None

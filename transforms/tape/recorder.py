@@ -24,7 +24,7 @@ from remat.transforms.compat import (
     set_data,
     unwrapped,
 )
-from remat.transforms.context import active, by_sharding, on_scratch, scratch_around, untracked
+from remat.transforms.context import active, by_sharding, on_scratch, ranks_met, scratch_around, untracked
 from remat.transforms.errors import RematError, user_line, user_place
 from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import (
@@ -567,8 +567,6 @@ class Recorder(KeptValues):
             known.shown = known.shown or shown
             return True
         node = self.tape.nodes[root]
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and by_sharding():
-            return False  # FSDP gathers weights in such memory: the function does so again
         if self.reruns or type(node.outs) is not Meta or not tensor.is_cpu or not memory_is_real():
             return False
         (shape, stride, dtype, _), memory = node.outs, memory_of(tensor)
@@ -576,6 +574,8 @@ class Recorder(KeptValues):
             return False
         if memory.nbytes() != math.prod(shape) * dtype.itemsize:
             return False
+        if ranks_met() and by_sharding():
+            return False  # FSDP gathers weights in such memory: the function does so again
         filled = not traits(node.op).uninitialized
         if filled:
             self._copy_kept(self._kept_in.get(root, ()))

@@ -122,6 +122,7 @@ def drawn(heading: str, results: list[Result]) -> str:
 
 
 def point(result: Result) -> Spot:
+    """A policy's step time and peak, with the spread of the time from p20 to p80."""
     assert result.step_ms_p20 and result.step_ms_p50 and result.step_ms_p80 and result.peak_bytes
     spread = result.step_ms_p20, result.step_ms_p80
     return Spot(result.step_ms_p50, result.peak_bytes / MIB, result.policy, spread)
