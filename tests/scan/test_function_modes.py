@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import grad, jvp, linearize, vjp, vmap
 from torch.overrides import TorchFunctionMode
 
 from remat import remat, scan_remat, while_remat
 from tests.helpers import crossed, rand
+from tests.ways import Changes
 
 SEEN: list[str] = []
 
@@ -93,3 +95,63 @@ def test_two_modes_and_a_device_are_in_their_order() -> None:
     assert told[:4] == ["inner", "outer"] * 2 and set(zip(told[::2], told[1::2], strict=True)) == {
         ("inner", "outer")
     }
+
+
+class OfSines(torch.autograd.Function):
+    """All that it has calls what a mode changes: its forward, what it saves besides, its two derivatives."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0], inputs[0].sin())
+        ctx.save_for_forward(inputs[0], inputs[0].sin())
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        x, sine = ctx.saved_tensors
+        return cotangents[0] * (sine + x.tanh())
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        x, sine = ctx.saved_tensors
+        return tangents[0] * (sine + x.tanh())
+
+
+PLAIN: dict[str, Any] = {
+    "backward": WAYS["backward"],
+    "double backward": lambda fn, x: WAYS["backward"](lambda y: slope(fn, y), x),
+    "dual level": lambda fn, x: pushed(fn, x),
+    "backward of dual level": lambda fn, x: WAYS["backward"](lambda y: pushed(fn, y), x),
+    "dual level of backward": lambda fn, x: pushed(lambda y: slope(fn, y), x),
+}
+
+
+def slope(fn: Any, x: Tensor) -> Tensor:
+    x = x if x.requires_grad else x.clone().requires_grad_()
+    return torch.autograd.grad(fn(x).square().sum(), x, create_graph=True)[0]
+
+
+def pushed(fn: Any, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(fn(forward_ad.make_dual(x, x.detach().cos()))).tangent
+
+
+@pytest.mark.parametrize("way", PLAIN)
+@pytest.mark.parametrize("kind", ["scan", "loop", "region"])
+def test_rules_of_functions_are_under_the_modes_of_the_call(kind: str, way: str) -> None:
+    """Plain autograd calls them under these; a scan's step may run at a level of its own."""
+    step = OfSines.apply
+    of: dict[str, Any] = {
+        "scan": lambda x: scan_remat(lambda h, _: (step(h), None), x, length=2, checkpoints=1)[0],
+        "loop": lambda x: while_remat(
+            lambda c: c[1] < 2, lambda c: (step(c[0]), c[1] + 1), (x, 0), checkpoints=2, max_steps=5
+        )[0],
+        "region": remat(lambda x: step(step(x))),
+    }
+    x = rand(3, 4)
+    with Changes():
+        expected, found = PLAIN[way](lambda x: step(step(x)), x), PLAIN[way](of[kind], x)
+    torch.testing.assert_close(found, expected)

@@ -18,6 +18,7 @@ import torch._tensor_str as _tensor_str
 from torch._C import _autograd as _autograd_c
 from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._functorch import TransformType, pop_dynamic_layer_stack, push_dynamic_layer_stack
+from torch._functorch import autograd_function as functorch_functions
 from torch._functorch import eager_transforms
 from torch._functorch import utils as functorch_utils
 from torch._functorch import vmap as functorch_vmap
@@ -280,9 +281,11 @@ def at_function_apply(kind: type[Any]) -> None:
         exchange(function, "apply", classmethod(apply))
 
 
-def around_function_apply(below: Callable[..., Any], at_level: Callable[..., Any]) -> None:
+def around_function_apply(
+    below: Callable[..., Any], at_level: Callable[..., Any], rule_at_level: Callable[..., Any]
+) -> None:
     """From now on an `autograd.Function` runs below functorch levels as `below(apply, cls, args, kwargs)` has
-    it, and at one as `at_level(call)`.
+    it, and at one as `at_level(call)`, but what torch calls of it there as `rule_at_level(rule, *args)`.
 
     (Below them `apply` hands on to its base, which has none of its own until 2.14; in 2.15 it is C++.)
     """
@@ -312,6 +315,15 @@ def around_function_apply(below: Callable[..., Any], at_level: Callable[..., Any
         return at_level(go_on) if in_transform() else go_on()
 
     exchange(kind, "__call__", called)
+    generate = functorch_functions.generate_single_level_function
+
+    def generated(interpreter: Any, cls: Any) -> Any:
+        made: Any = generate(interpreter, cls)  # its backward runs later, when all of this is over
+        made.setup_context = staticmethod(functools.partial(rule_at_level, made.setup_context))
+        made.jvp = staticmethod(functools.partial(rule_at_level, made.jvp))
+        return made
+
+    exchange(functorch_functions, "generate_single_level_function", generated)
 
 
 def ask_about_function(cls: Any, args: Any, kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ AT_IMPORT = {
     "torch._functorch.autograd_function.CustomFunctionHigherOrderOperator.__call__": (
         "an autograd.Function at a level"
     ),
+    "torch._functorch.autograd_function.generate_single_level_function": "its rules at a level",
     "torch.autograd.function.Function.apply": (
         "an autograd.Function below the levels (2.15, where apply is C++)"
     ),

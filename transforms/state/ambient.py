@@ -512,10 +512,8 @@ def _below_levels(apply: Callable[[], Any], cls: Any, args: Any, kwargs: Any) ->
     """Run a Function below all levels."""
     if active.seen is None:
         return apply()
-    if active.through:  # from a level of the engine's
-        modes = active.users or ()
-        with just_these_modes(modes), scoped(users=None, passing=None, through=False):
-            return apply()
+    if active.through:
+        return _rule_at_level(apply)
     if not (function_modes_asked() and under_levels()):
         return apply()
     stack = _stack()
@@ -534,7 +532,16 @@ def _at_level(call: Callable[[], Any]) -> Any:
         return call()
 
 
-around_function_apply(_below_levels, _at_level)
+def _rule_at_level(rule: Callable[..., Any], *args: Any) -> Any:
+    """Run what a Function has of the user's."""
+    if not active.through:
+        return rule(*args)
+    # From a level of the engine's: in plain autograd the modes see it.
+    with just_these_modes(active.users or ()), scoped(users=None, passing=None, through=False):
+        return rule(*args)
+
+
+around_function_apply(_below_levels, _at_level, _rule_at_level)
 
 
 def _stack() -> list[Any]:
