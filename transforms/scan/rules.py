@@ -3,6 +3,7 @@ and its pull-back as a differentiable function."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -166,53 +167,16 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
     given = [t is not None for t in tangents]
     moving = [True] * b if scan.opaque is None else scan.opaque.moving(scan, flat, given)
     full = _full(flat, tangents, {a + i for i, moves in enumerate(moving) if moves})
-    dual_carry = [*carry, *(t for t in full[a : a + b] if t is not None)]
-    at = [place for place, t in zip(scan.tensors, full[a : a + b], strict=True) if t is not None]
-    marks = [t is not None for t in full[:a]], [t is not None for t in full[a + b :]]
-    shape: list[list[bool]] = []
-
-    def step(consts2: Tensors, carry2: Leaves, x2: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
-        k, dk = consts2[:a], iter(consts2[a:])
-        c, dc = carry2[: len(carry)], list(carry2[len(carry) :])
-        x, dx = x2[: len(xs)], iter(x2[len(xs) :])
-        primals = [
-            [with_memory(t) for t, m in zip(k, marks[0], strict=True) if m],
-            [with_memory(c[i]) for i in at],
-            [with_memory(t) for t, m in zip(x, marks[1], strict=True) if m],
-        ]
-
-        def floats(primals: list[list[torch.Tensor]]) -> tuple[Any, Any]:
-            fk, fc, fx = map(iter, primals)
-            new, ys = scan.step(
-                [next(fk) if m else t for t, m in zip(k, marks[0], strict=True)],
-                merge(c, at, fc),
-                [next(fx) if m else t for t, m in zip(x, marks[1], strict=True)],
-            )
-            shape[:], values.ys = [[pytree_smooth(y) for y in ys]], len(ys)
-            out[:] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in new]
-            # Tensors must leave the level as results: those without derivative go as auxiliary ones.
-            others = [new[i] for i in scan.tensors if i not in at], [y for y in ys if not pytree_smooth(y)]
-            smooth = [new[i] for i in at], [y for y in ys if pytree_smooth(y)]
-            return (*smooth, [] if any(smooth) else [torch.zeros(())]), others  # torch.func wants a result
-
-        out: Leaves = []
-        with dual_level_known_if_any():
-            results: Any = torch.func.jvp(floats, (primals,), ([list(dk), dc, list(dx)],), has_aux=True)
-        (new, ys, _), (dnew, dys, _), (fixed, fixed_ys) = results
-        out = merge(out, [*at, *(i for i in scan.tensors if i not in at)], [*new, *fixed])
-        smooth, rest = iter(ys), iter(fixed_ys)
-        return [*out, *dnew], [*(next(smooth) if f else next(rest) for f in shape[0]), *dys]
-
-    values = Primals(a, b, len(xs))
+    step = _DualStep(scan, [t is not None for t in full])
     dual, operands = make(
         step,
         _spec(scan),
         [*consts, *(t for t in full[:a] if t is not None)],
-        dual_carry,
+        [*carry, *(t for t in full[a : a + b] if t is not None)],
         [*xs, *(t for t in full[a + b :] if t is not None)],
         around=scan.around,
         opaque=scan.opaque,
-        values=values,
+        values=step.values,
     )
     with as_in_forward(scan, seeded=True):
         end, ys = run(dual, operands)
@@ -220,9 +184,65 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
         check_seen(scan, {scan.length: fingerprints_of(end[: len(carry)])})
     # (A Function's result without a tangent is an assertion of torch's.)
     carries = {i: torch.zeros_like(end[i]) for i in scan.tensors if pytree_smooth(end[i])}
-    carries |= dict(zip(at, end[len(carry) :], strict=True))
-    dys = iter(ys[len(shape[0]) :])
-    return [*(carries.get(i) for i in scan.tensors), *(next(dys) if f else None for f in shape[0])]
+    carries |= dict(zip(step.at, end[len(carry) :], strict=True))
+    dys = iter(ys[len(step.smooth) :])
+    return [*(carries.get(i) for i in scan.tensors), *(next(dys) if f else None for f in step.smooth)]
+
+
+class _DualStep:
+    """A step over (value, tangent) pairs: of each kind of operand all values, then the tangents there are.
+
+    Args:
+        moving: which of the scan's operands have a tangent.
+
+    Attributes:
+        at: places in the carry of the leaves that have one.
+        values: how many operands and results are values.
+        smooth: which ys have a derivative, known after the first step.
+    """
+
+    def __init__(self, scan: Scan, moving: Sequence[bool]) -> None:
+        a, b, c = scan.sizes
+        self.scan, self.values, self.smooth = scan, Primals(a, b, c), list[bool]()
+        self.consts, self.xs = moving[:a], moving[a + b :]
+        self.at = list(itertools.compress(scan.tensors, moving[a : a + b]))
+
+    def __call__(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        at, places = self.at, self.scan.tensors
+        (a, _, c), count = self.scan.sizes, len(self.scan.carry)
+        values = consts[:a], carry[:count], x[:c]
+        moved = (
+            list(map(with_memory, itertools.compress(values[0], self.consts))),
+            [with_memory(carry[i]) for i in at],
+            list(map(with_memory, itertools.compress(values[2], self.xs))),
+        )
+        fixed: Leaves = []
+
+        def floats(moved: tuple[Tensors, Tensors, Tensors]) -> tuple[Any, Any]:
+            new, ys = self.scan.step(
+                _put(values[0], self.consts, moved[0]),
+                merge(values[1], at, moved[1]),
+                _put(values[2], self.xs, moved[2]),
+            )
+            self.smooth, self.values.ys = list(map(pytree_smooth, ys)), len(ys)
+            fixed[:] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in new]
+            # Tensors must leave the level as results: those without derivative go as auxiliary ones.
+            others = [new[i] for i in places if i not in at], [y for y in ys if not pytree_smooth(y)]
+            smooth = [new[i] for i in at], list(filter(pytree_smooth, ys))
+            return (*smooth, [] if any(smooth) else [torch.zeros(())]), others  # torch.func wants a result
+
+        tangents = list(consts[a:]), list(carry[count:]), list(x[c:])
+        with dual_level_known_if_any():
+            results: Any = torch.func.jvp(floats, (moved,), (tangents,), has_aux=True)
+        (new, ys, _), (dnew, dys, _), (others, other_ys) = results
+        out = merge(fixed, [*at, *(i for i in places if i not in at)], [*new, *others])
+        smooth, rest = iter(ys), iter(other_ys)
+        return [*out, *dnew], [*(next(smooth) if f else next(rest) for f in self.smooth), *dys]
+
+
+def _put(values: Sequence[Any], marks: Sequence[bool], others: Tensors) -> list[Any]:
+    """Values, those that are marked replaced by `others` in turn."""
+    return merge(values, [i for i, mark in enumerate(marks) if mark], others)
 
 
 def _full(flat: Tensors, tangents: Cotangents, moving: set[int]) -> list[torch.Tensor | None]:
