@@ -142,7 +142,7 @@ def plan_stages(
     if peak is None:
         raise RematError("remat.fit of a list of stages takes peak=...: write peak='20GiB'.")
     limit, model = check_peak(peak), cost_model(cost, device, compiled=compiled)
-    graphs = looked(lambda _, hooks: trace(stages, x, args, hooks), stages, x, args)
+    graphs = looked(lambda _: trace(stages, x, args), stages, x, args)
     if not any(graph.joint.gradients for graph in graphs[0]):
         graphs[0][0].check_differentiated("this chain")
     task = Task(list(stages), graphs, model, compiled, accumulating)
@@ -264,8 +264,8 @@ def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     return run
 
 
-def trace(stages: Stages, x: Any, args: tuple[Any, ...], hooks: bool) -> tuple[list[Graph], list[Graph]]:
-    """The joint graphs of the stages and of pairs of neighbours, by hooks on saved tensors or without."""
+def trace(stages: Stages, x: Any, args: tuple[Any, ...]) -> tuple[list[Graph], list[Graph]]:
+    """The joint graphs of the stages and of pairs of neighbours."""
     inputs: list[Any] = []
 
     def through(x: Any, *args: Any) -> tuple[Any, ...]:
@@ -279,7 +279,7 @@ def trace(stages: Stages, x: Any, args: tuple[Any, ...], hooks: bool) -> tuple[l
     def graph(first: int, count: int) -> Graph:
         run = _sequence(stages[first : first + count])
         # What all stages share is held by the caller, as what a function captures is.
-        return Graph(record(functools.partial(_with, run, args), (inputs[first],), hooks=hooks))
+        return Graph(record(functools.partial(_with, run, args), (inputs[first],)))
 
     alone = [graph(k, 1) for k in range(len(stages))]
     pairs: list[Graph] = []

@@ -166,7 +166,7 @@ def pareto(
         [256, 256, 512]
     """
     model, given = cost_model(cost, device), joined_keywords(keywords, kwargs)
-    graph = looked(lambda _, hooks: Graph(record(fn, args, given, hooks=hooks)), fn, args, given)
+    graph = looked(lambda _: Graph(record(fn, args, given)), fn, args, given)
     name = name_of_region(fn)
     graph.check_differentiated(name)
     if not graph.kept_by_default and isinstance(fn, torch.nn.Module) and (names := regions(fn)):

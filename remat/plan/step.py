@@ -252,10 +252,10 @@ def step_of(
     """Record a step without data: `wanted` says by a region's policy whether it is left out and planned."""
     regions, keywords = Regions(wanted), dict(kwargs)
 
-    def recorded(_: Any, hooks: bool) -> Joint:
+    def recorded(_: Any) -> Joint:
         regions.found.clear()
         with regions.meeting():
-            return record(fn, args, keywords, hooks=hooks)
+            return record(fn, args, keywords)
 
     with planned_for(device):
         outside = looked(recorded, fn, args, keywords)

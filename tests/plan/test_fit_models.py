@@ -671,8 +671,7 @@ KINDS = {
     "numbers of a block": (lambda: Row(Measured), 0.001),
     "read later": (lambda: Row(Late), 0.001),
     "memories": (lambda: Row(Memory), 0.002),
-    # Up to 15 above: such a block is taken to run again as a whole.
-    "nodes without hooks": (lambda: Row(Scaling), 0.16),
+    "nodes without hooks": (lambda: Row(Scaling), 0.001),
     "old constants": (lambda: Row(OldConstant), 0.001),
     "slices": (Slices, 0.001),
     "called": (Called, 0.001),

@@ -40,7 +40,7 @@ def _traced() -> Pipe:
         model, tokens = Decoder(TINY, TOKENS[1]), torch.empty(TOKENS, dtype=torch.long)
     with local_program(model, Layout()) as local:
         args, kwargs = local.arguments(((tokens,), {}), None)
-        seen = traced(local, [f"layers.{k}" for k in range(3)], args, kwargs, True)
+        seen = traced(local, [f"layers.{k}" for k in range(3)], args, kwargs)
     return Pipe(seen, Layout(), local.weights, Linked(cost_model("roofline", "h100"), "h100", {}))
 
 

@@ -18,7 +18,9 @@ from remat.transforms.eager.rerun import (
     stop_enclosing,  # end the run of an enclosing region's function, where it has all it needs
 )
 from remat.transforms.eager.saved import (
+    Yielding,  # base of what stands behind hooks that are off within transforms of torch.func
     enclosed,  # whether the saved-tensor hooks in force are those of a region
+    hook,  # push such hooks
     users,  # the innermost saved-tensor hooks that are the user's own
     users_own,  # whether hooks are the user's own, with no region in between
 )

@@ -295,6 +295,9 @@ class Frame(Packer):
         self.handles += [None] * (at - len(self.handles))
         return self.pack(tensor)
 
+    def stood_back(self) -> None:
+        self.late = {}
+
     def hook_late(self, pack: Any, out: Any) -> None:
         """Hook what autograd has saved inside of transforms of torch.func, which refuse hooks."""
         recorder: Any = self.recorder

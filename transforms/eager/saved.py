@@ -41,9 +41,15 @@ class Handle:
 
 
 class Yielding:
-    """Base of what stands behind saved-tensor hooks that are off within transforms of torch.func."""
+    """Base of what stands behind saved-tensor hooks that are off within transforms of torch.func.
+
+    What autograd saves there is hooked when the function is through.
+    """
 
     __slots__ = ()
+
+    def stood_back(self) -> None:
+        """A transform begins."""
 
 
 class Packer(Yielding):
@@ -286,21 +292,15 @@ def _around(frame: Any) -> Iterator[Any]:
 
 # -- hooks, and transforms of torch.func --------------------------------------------------------------
 
-_standing = [False]  # whether a region has run in this process
-
-
-def _uses_func(pair: Hooks) -> None:
-    """A transform of torch.func begins in the region with these hooks, which are off meanwhile.
-
-    What autograd saves there is hooked when the function is through.
-    """
-    if belongs_to_region(pair[0]):
-        pair[0].__self__.late = {}  # type: ignore[attr-defined]
+_standing = [False]  # whether such hooks were pushed in this process
 
 
 def hook(pair: Hooks) -> None:
-    """Push the hooks of a region, which stand back for transforms of torch.func; `pop_hooks` ends that."""
+    """Push hooks of a `Yielding`, which stand back for transforms of torch.func; `pop_hooks` ends that."""
     push_hooks(*pair)
     if not _standing[0]:
         _standing[0] = True
-        at_transforms(lambda pair: isinstance(getattr(pair[0], "__self__", None), Yielding), _uses_func)
+        at_transforms(
+            lambda pair: isinstance(getattr(pair[0], "__self__", None), Yielding),
+            lambda pair: pair[0].__self__.stood_back(),
+        )

@@ -6,7 +6,6 @@ from remat.plan.calls.cache import graph_of as graph_of
 from remat.plan.calls.cache import paths_of as paths_of
 from remat.plan.calls.looking import looked as looked
 from remat.plan.calls.looking import looking as looking
-from remat.plan.calls.looking import with_hooks_or_without as with_hooks_or_without
 from remat.plan.calls.ran import RanRegions as RanRegions
 from remat.plan.calls.trusted import Trust as Trust
 from remat.plan.calls.trusted import trust_in as trust_in

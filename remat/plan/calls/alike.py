@@ -122,7 +122,7 @@ def _from(
     """The graph of the same call whose backward begins with some of its results, others being gone."""
 
     def made() -> Graph:
-        options: dict[str, Any] = {"hooks": graph.joint.hooks, "present": ends[0], "gone": ends[1]}
+        options: dict[str, Any] = {"present": ends[0], "gone": ends[1]}
         joint = looked(lambda *_: record(fn, args, kwargs, **options), fn, args, kwargs)
         return Graph(joint, graph.alone, every=graph if ends[1] else None)
 
@@ -141,7 +141,7 @@ def _shell(graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any) -> Shel
     """What a call of this graph returns."""
     known = graph.solved.recall(_SHELL)
     if known is None:
-        shell = shell_of(fn, args, kwargs, hooks=graph.joint.hooks)
+        shell = shell_of(fn, args, kwargs)
         known = shell.within(graph.joint, len(tensors_given(args, kwargs)))
         if shell.parts.general:
             graph.solved[_SHELL] = known

@@ -24,7 +24,7 @@ from remat.plan.joint import (
 )
 from remat.transforms import BoundedCache, Key, flatten, is_tensor
 from remat.transforms.closure import swapping
-from remat.transforms.compat import in_transform, is_hook_refusal, is_tracing
+from remat.transforms.compat import in_transform, is_tracing
 from remat.transforms.entry import under_hooks
 from remat.transforms.tape import Tape
 
@@ -195,9 +195,6 @@ def _seen(call: _Call, name: str, otherwise: str) -> Graph | None:
     try:
         return call.graph_before()
     except NotOnFakes as error:
-        if in_transform() and is_hook_refusal(error):
-            # The engine tries again without its hooks.
-            raise
         _warn_once(name, f"{error} {otherwise}")
         return None
 
@@ -216,7 +213,7 @@ class _Call:
         """The graph, by a look where nobody has looked."""
         found = None if self.key is None else _calls(self.key).graph
         if found is None:
-            found = self._of_kind(lambda: self._look(lambda reach, hooks: self._recorded(hooks)), False)
+            found = self._of_kind(lambda: self._look(lambda reach: self._recorded()), False)
             if self.key is not None:
                 _calls(self.key).graph = found
         return found
@@ -271,10 +268,10 @@ class _Call:
         differentiated is part of keys."""
         joint = graph.joint
 
-        def same(reach: Reach, _: bool) -> bool | None:
+        def same(reach: Reach) -> bool | None:
             if careful and reach.once is not None:
                 return None
-            other = record(self.fn, self.args, self.kwargs, backward=False, hooks=joint.hooks)
+            other = record(self.fn, self.args, self.kwargs, backward=False)
             made = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in other.ops]
             seen = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in joint.forward]
             return made == seen and other.values == joint.values[: len(other.values)]
@@ -282,16 +279,16 @@ class _Call:
         return self._look(same)
 
     def _careful(self) -> Graph | None:
-        return self._look(lambda reach, hooks: self._recorded(hooks) if reach.once is None else None)
+        return self._look(lambda reach: self._recorded() if reach.once is None else None)
 
-    def _look(self, make: Callable[[Reach, bool], Any]) -> Any:
+    def _look(self, make: Callable[[Reach], Any]) -> Any:
         return looked(make, self.fn, self.args, self.kwargs)
 
-    def _recorded(self, hooks: bool) -> Graph:
+    def _recorded(self) -> Graph:
         if self.peeled is None:
-            return Graph(record(self.fn, self.args, self.kwargs, hooks=hooks))
+            return Graph(record(self.fn, self.args, self.kwargs))
         # Torch's planner can be asked about the same graph where there are no levels.
-        return Graph(record_peeled(self.fn, self.peeled, hooks), False)
+        return Graph(record_peeled(self.fn, self.peeled), False)
 
     def held(self) -> tuple[bool, ...]:
         """Which of its tensors somebody else holds: parameters, and leaves in containers."""

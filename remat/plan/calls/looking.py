@@ -14,13 +14,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from remat._core import Reach, isolating
-from remat.plan.joint import NotOnFakes
 from remat.transforms import RematError
 from remat.transforms.compat import (
     fakes_watched,
     functions_as_they_are,
     is_fake,
-    is_hook_refusal,
     outside_all_modes,
 )
 
@@ -61,28 +59,11 @@ def _take_out(reach: Reach, modes: list[Any]) -> None:
         reach.without(made)
 
 
-def looked(make: Callable[[Reach, bool], T], *roots: Any) -> T:
-    """What `make` makes of a look; it is told whether hooks on saved tensors may be used.
-
-    The look begins again without them where torch.func, used inside the function, refuses them.
-    """
-
-    def look(hooks: bool) -> T:
-        with looking(*roots) as reach:
-            # Context variables that are set inside are set there alone.
-            return contextvars.copy_context().run(make, reach, hooks)
-
-    return with_hooks_or_without(look)
-
-
-def with_hooks_or_without(make: Callable[[bool], T]) -> T:
-    """What `make` makes: with hooks on saved tensors, or without them where torch.func refuses them."""
-    try:
-        return make(True)
-    except NotOnFakes as error:
-        if not is_hook_refusal(error):
-            raise
-    return make(False)
+def looked(make: Callable[[Reach], T], *roots: Any) -> T:
+    """What `make` makes of a look."""
+    with looking(*roots) as reach:
+        # Context variables that are set inside are set there alone.
+        return contextvars.copy_context().run(make, reach)
 
 
 def _one_sequence_a_row() -> contextlib.AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from remat._torch import DEVICE, Repeats
 from remat.plan.joint.holes import around, holes_of, parts_of
 from remat.plan.joint.lives import Lives
 from remat.plan.joint.ops import Joint, Op, Ref, Value, noted
+from remat.plan.joint.packing import Packing
 from remat.plan.joint.stand_ins import StandIns, refused, stood_in
 from remat.transforms import (
     Wrapper,
@@ -28,7 +29,6 @@ from remat.transforms import (
     is_cast_of_leaf,
     is_tensor,
     local_tensors,
-    of_a_look,
     on_wrappers,
     traits,
     tree_leaves,
@@ -45,7 +45,6 @@ from remat.transforms.compat import (
     fake_mode,
     function_modes_asked,
     functions_as_they_are,
-    hook_saved,
     hooks_aside,
     is_fake,
     memory_is_real,
@@ -58,7 +57,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.intermediates import only
 from remat.transforms.region import planning
-from remat.transforms.tape import nodes_behind, shapes_read
+from remat.transforms.tape import shapes_read
 
 _CONSTANT = torch.ops.aten.lift_fresh.default
 
@@ -68,14 +67,14 @@ def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(map(at_hand, tensor.shape))
 
 
-class JointRecorder(DispatchMode):
+class JointRecorder(Packing, DispatchMode):
     """Writes down every op below autograd, with values numbered by tensor identity."""
 
     plans = True
 
-    def __init__(self, stand_ins: Any, hooks: bool = True) -> None:
+    def __init__(self, stand_ins: Any) -> None:
         super().__init__()
-        self.stand_ins, self.hooks, self.run = stand_ins, hooks, Repeats().run
+        self.stand_ins, self.run = stand_ins, Repeats().run
         self.casts = autocasting()
         self.ops: list[Op] = []
         self.values: list[Value] = []
@@ -86,8 +85,6 @@ class JointRecorder(DispatchMode):
         self.shapes = frozenset[int]()
         # Which node each value was saved for, counted from the first of the forward.
         self.owners: list[tuple[int, int]] = []
-        self._owner: int | None = None
-        self.start = next_node()
         self.on_memory = memory_is_real()
         self.gradients: tuple[int, ...] = ()
         self.differentiated: tuple[int, ...] = ()
@@ -209,27 +206,14 @@ class JointRecorder(DispatchMode):
         self.stand_ins.forget()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A saved-tensor hook: notes what autograd keeps."""
+        """Notes what autograd keeps."""
         number = self.number(tensor)
         self.saved[number] = None
-        owner = next_node() - 1 if self._owner is None else self._owner
+        owner = next_node() - 1 if self.owner is None else self.owner
         self.owners.append((owner - self.start, number))
-        # An op's own result would hold on to the op that holds it: a cycle that nothing collects. And whose
-        # the other handle is tells whether Python holds the tensor, too.
+        # Whose the other handle is tells whether Python holds the tensor, too.
         with self.lives.keeping():
-            return tensor.detach()
-
-    def hook_late(self, results: Sequence[torch.Tensor]) -> None:
-        """Hook what transforms of torch.func have saved, which refuse hooks, as a frame does."""
-        for node in nodes_behind([t.grad_fn for t in results if t.requires_grad], self.start):
-            self._owner = node._sequence_nr()
-            hook_saved(node, self.pack, self.unpack)
-        self._owner = None
-
-    @of_a_look
-    def unpack(self, kept: torch.Tensor) -> torch.Tensor:
-        """The other one: what a node reads, as a handle of its own that goes when the node lets go of it."""
-        return kept.detach()
+            return super().pack(tensor)
 
     def _noted(self, value: Any, reads: set[int]) -> Any:
         """What stands for a part of an op's arguments; the values that it reads are added to `reads`."""
@@ -307,7 +291,6 @@ def record(
     functional: bool = False,
     held: Iterable[int] = (),
     backward: bool = True,
-    hooks: bool = True,
     present: Collection[int] | None = None,
     gone: Collection[int] = (),
 ) -> Joint:
@@ -317,19 +300,18 @@ def record(
     grad state are those of the call; gradients are enabled. With `functional`, `fn` differentiates by itself:
     it is called with a switch before its arguments, and calls that between its forward and its backward.
     `held`: which leaves of the arguments somebody else holds; what Dynamo has traced says so itself.
-    Without `backward` the graph ends with the forward. Without `hooks` they come when `fn` is through:
-    torch.func inside it refuses them. `present`: the places in
-    `Joint.made` of the results that a gradient comes for; None where one comes for all. `gone`: of those that
-    the caller lets go of before the backward, with all that leads to them alone. What meanwhile calls
-    `left_out` is a hole in it. Nobody collects named values meanwhile, and `is_recomputing()` is true: what
-    counts has its turn in the run proper.
+    Without `backward` the graph ends with the forward. `present`: the places in `Joint.made` of the results
+    that a gradient comes for; None where one comes for all. `gone`: of those that the caller lets go of
+    before the backward, with all that leads to them alone. What meanwhile calls `left_out` is a hole in it.
+    Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts has its turn in the
+    run proper.
 
     Raises:
         NotOnFakes: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
             kernel; names the op and the user's line.
     """
     mode = fake_mode(tree_leaves((args, kwargs)))
-    recorder = JointRecorder(StandIns(mode), hooks)
+    recorder = JointRecorder(StandIns(mode))
     with (
         collecting_rarely(),
         outside_all_modes(),
@@ -343,9 +325,7 @@ def record(
             run = (
                 _run_functional
                 if functional
-                else functools.partial(
-                    differentiated, backward=backward, hooks=hooks, present=present, gone=gone
-                )
+                else functools.partial(differentiated, backward=backward, present=present, gone=gone)
             )
             held = getattr(fn, "held", held)
             results = _trace(fn, args, kwargs or {}, recorder, run, held)
@@ -360,7 +340,7 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...]) -> Joint:
     """What was recorded, as plain data."""
     storages, alive = len(recorder.storages), len(recorder.ops)
     held, ends = (recorder.lives.ends(storages, late=late, alive=alive) for late in (False, True))
-    pinned = {} if recorder.hooks else _pinned(recorder, results, held)
+    pinned = _pinned(recorder, results, held) if recorder.late else {}
     return Joint(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
@@ -372,7 +352,6 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...]) -> Joint:
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
         holes=holes_of(recorder),
-        hooks=recorder.hooks,
         opaque=bool(pinned),
         held=held,
         ends=tuple([max(end, held[s]) if s in pinned else end for s, end in enumerate(ends)]),
@@ -444,19 +423,16 @@ def differentiated(
     recorder: JointRecorder,
     inputs: list[torch.Tensor],
     backward: bool,
-    hooks: bool,
     cotangents: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
     present: Collection[int] | None = None,
     gone: Collection[int] = (),
 ) -> tuple[int, ...]:
     """Forward, then `backward` from `cotangents`, or from fake ones; returns the numbers of the results."""
-    # By hooks where they are allowed: those of a recording around must not see what it saves.
-    packing = torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack)
-    with torch.enable_grad(), packing if hooks else contextlib.nullcontext():
+    # By hooks: those of a recording around must not see what it saves.
+    with torch.enable_grad(), recorder.packing():
         out = fn(*args, **kwargs)
     results = [t for t in tree_leaves(out) if is_tensor(t)]
-    if not hooks:
-        recorder.hook_late(results)
+    recorder.hook_late(results)
     made: list[Any] = parts_of(out, args, kwargs)[1]
     recorder.made = tuple(map(recorder.number, made))
     numbers = tuple(dict.fromkeys([*map(recorder.number, results), *recorder.made]))
@@ -464,8 +440,7 @@ def differentiated(
         out, made = None, [None if at in gone else t for at, t in enumerate(made)]
         results = [t for t in made if t is not None]
     recorder.forward_ends()
-    if hooks:
-        recorder.shapes = _read_for_shape(recorder, results)
+    recorder.shapes = _read_for_shape(recorder, results)
     if not backward:
         return numbers
     wanting = results if present is None else [t for at, t in enumerate(made) if at in present]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from remat.plan.joint.ops import Hole, Joint
+from remat.plan.joint.packing import Packing
 from remat.plan.joint.stand_ins import on_fakes
 from remat.transforms import (
     ON_HEAP,
@@ -27,7 +28,6 @@ from remat.transforms import (
     flatten,
     is_a,
     is_tensor,
-    of_a_look,
     slots,
     tree_leaves,
     unflatten,
@@ -214,22 +214,18 @@ class _Meta:
     stays: bool = False
 
 
-def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: bool = True) -> Shell:
-    """What `fn(*args, **kwargs)` returns, by a run on fake tensors that no mode around sees.
-
-    Without `hooks` none are set on saved tensors: torch.func inside `fn` refuses them.
-    """
-    # What it saves is nothing to those who record around. An op's own result would hold on to the op that
-    # holds it: a cycle that nothing collects.
-    dropping = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), of_a_look(lambda t: t))
-    with outside_all_modes(), dropping if hooks else contextlib.nullcontext():
+def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shell:
+    """What `fn(*args, **kwargs)` returns, by a run on fake tensors that no mode around sees."""
+    saving = Packing()  # what it saves is nothing to those who record around
+    with outside_all_modes(), saving.packing():
         parts, fresh = parts_of(on_fakes(fn, args, kwargs), args, kwargs)
+    saving.hook_late(fresh)
     metas = _metas(fresh)
     # Those that somebody else holds are there without these.
     held = [storage_held(t) if t.layout is torch.strided else None for t in fresh]
     fresh.clear()
-    # (Without hooks a node that has saved its own result holds it, too.)
-    stay = [hooks and h is not None and h.expired() is False for h in held]
+    # (A node that takes no hooks may hold its own result.)
+    stay = [not saving.late and h is not None and h.expired() is False for h in held]
     return Shell(parts, tuple([replace(m, stays=stays) for m, stays in zip(metas, stay, strict=True)]))
 
 

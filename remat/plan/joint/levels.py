@@ -94,7 +94,7 @@ def _stand_alone(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
         return alias.requires_grad_(requires_grad)
 
 
-def record_peeled(fn: Callable[..., Any], call: Peeled, hooks: bool) -> Joint:
+def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
     """The joint graph of what the levels run at the bottom."""
     count = call.spec.num_leaves
 
@@ -115,7 +115,7 @@ def record_peeled(fn: Callable[..., Any], call: Peeled, hooks: bool) -> Joint:
     order = sorted(range(len(call.direct)), key=lambda k: not call.direct[k])
     held = [order.index(k) for k in (*getattr(fn, "held", ()), *elsewhere)]
     if not any(kind == "vmap" for kind, *_ in steps):
-        return record(_apart(body, call.direct), _grouped(call), held=held, hooks=hooks)
+        return record(_apart(body, call.direct), _grouped(call), held=held)
     # A vmap around a grad: torch.func differentiates inside it.
     moving = steps.pop(0)[1]
 

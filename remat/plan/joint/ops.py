@@ -136,7 +136,8 @@ class Joint:
         storages: bytes of each storage.
         saved: values that autograd packed for the backward, in order, without repetition.
         results: the function's tensor outputs.
-        opaque: whether nodes hold values that take no hooks once they are there, where `hooks` came late.
+        opaque: whether nodes of transforms of torch.func inside hold values that take no hooks once they are
+            there.
             The function is then taken to run again as a whole, with its graph.
         made: those that it has made, each once, and what else outlives it, such as a module's attribute.
         shapes: those of `saved` of which nodes read the shape alone, so that an engine in eager code keeps
@@ -144,8 +145,6 @@ class Joint:
         gradients: the values that the backward ends in, of those inputs that have a gradient.
         differentiated: those inputs, in the same order.
         holes: the calls that were left out, in order.
-        hooks: whether they were there from the start: where torch.func refused them, autograd held what it
-            saved until the forward was through.
         held: for each storage the last op while Python held a handle that the forward has made, the number
             of all where it still does, -1 where none did; empty where nobody looked.
         ends: for each storage the last op of the backward while a node held a value that was made there, or
@@ -164,7 +163,6 @@ class Joint:
     gradients: tuple[int, ...] = ()
     differentiated: tuple[int, ...] = ()
     holes: tuple[Hole, ...] = ()
-    hooks: bool = True
     opaque: bool = False
     made: tuple[int, ...] = ()
     shapes: frozenset[int] = frozenset()

@@ -16,7 +16,7 @@ from remat.plan.joint.graph import JointRecorder, differentiated, graph_of_run
 from remat.plan.joint.holes import Opened, around, parts_of, tensors_given
 from remat.plan.joint.ops import Joint
 from remat.transforms import flatten, unflatten
-from remat.transforms.compat import hooks_aside, is_hook_refusal, outside_all_modes
+from remat.transforms.compat import hooks_aside, outside_all_modes
 from remat.transforms.intermediates import only
 from remat.transforms.state import RandomState
 
@@ -47,28 +47,9 @@ def record_run(
     """Run `fn(*args, **kwargs)` and its backward; the joint graph, and gradients by identities of leaves.
 
     `present` is as for `record`, and `cotangents` makes the gradients of those. No gradient is added to
-    `.grad`. Where torch.func inside refuses hooks on saved tensors, all runs again without them.
+    `.grad`.
     """
-    state = RandomState(tensors_given(args, kwargs or {}))
-    try:
-        return _recorded(fn, args, kwargs or {}, cotangents, present, backward, hooks=True)
-    except RuntimeError as error:
-        if not is_hook_refusal(error):
-            raise
-    state.restore()
-    return _recorded(fn, args, kwargs or {}, cotangents, present, backward, hooks=False)
-
-
-def _recorded(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    cotangents: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
-    present: Collection[int] | None,
-    backward: bool,
-    hooks: bool,
-) -> tuple[Joint, dict[int, torch.Tensor]]:
-    recorder = JointRecorder(_AsTheyAre(), hooks)
+    kwargs, recorder = kwargs or {}, JointRecorder(_AsTheyAre())
     token = around.set(recorder)
     try:
         with outside_all_modes(), only(()):
@@ -80,7 +61,7 @@ def _recorded(
                 recorder.add(t, "parameter" if held else "argument")
             with recorder, torch.autograd.set_multithreading_enabled(False):
                 run = fn, args, kwargs, recorder, given
-                results = differentiated(*run, backward, hooks, cotangents=cotangents, present=present)
+                results = differentiated(*run, backward, cotangents=cotangents, present=present)
         return graph_of_run(recorder, results), dict(recorder.found)
     finally:
         around.reset(token)

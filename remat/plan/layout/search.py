@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import Any
 
 import torch
 
 from remat._core import DEVICES, format_bytes, parse_bytes
-from remat.plan.calls import with_hooks_or_without
 from remat.plan.graph import CostModel, cost_model
 from remat.plan.layout.layout import Layout
 from remat.plan.layout.links import Linked
@@ -53,7 +51,7 @@ def plan_mesh(
         raise RematError(f"Layout(split={layout.split}): the model has {len(chosen)} blocks.")
     with local_program(model, layout) as local:
         args, kwargs = local.arguments((args, kwargs), layout.param_dtype)
-        seen = with_hooks_or_without(functools.partial(traced, local, chosen, args, kwargs))
+        seen = traced(local, chosen, args, kwargs)
         weights, groups = local.weights, local.groups
     linked = Linked(prices, named, groups)
     pipe = Pipe(seen, layout, weights, linked)

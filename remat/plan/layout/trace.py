@@ -44,24 +44,19 @@ class TracedModel:
     shared: int
 
 
-def traced(
-    local: Local, chosen: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], hooks: bool
-) -> TracedModel:
-    """Trace a local program on fake arguments; `chosen` are the names of its blocks.
-
-    `hooks`: whether hooks on saved tensors may be used.
-    """
-    walk = _Walk(local, chosen, _ENOUGH, hooks)
+def traced(local: Local, chosen: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModel:
+    """Trace a local program on fake arguments; `chosen` are the names of its blocks."""
+    walk = _Walk(local, chosen, _ENOUGH)
     graphs = walk.run(args, kwargs)
     if graphs is None:
-        walk = _Walk(local, chosen, None, hooks)
+        walk = _Walk(local, chosen, None)
         graphs = walk.run(args, kwargs)
     assert graphs is not None
     numbers: dict[Hashable, int] = {}
     kinds = [numbers.setdefault(graphs[met.kind].signature, len(numbers)) for met in walk.met]
     first = {kind: graphs[met.kind] for kind, met in reversed(list(zip(kinds, walk.met, strict=True)))}
     with walk.standing_in():
-        around = record(local.model, args, kwargs, hooks=hooks)
+        around = record(local.model, args, kwargs)
     there = {id(tensor) for tensor in (*local.model.parameters(), *local.model.buffers())}
     return TracedModel(
         names=tuple([met.name for met in walk.met]),
@@ -99,11 +94,10 @@ class _Walk:
 
     Args:
         enough: of blocks that differ in numbers alone so many run; None means all.
-        hooks: whether hooks on saved tensors may be used.
     """
 
-    def __init__(self, local: Local, chosen: Sequence[str], enough: int | None, hooks: bool) -> None:
-        self.local, self.enough, self.hooks = local, enough, hooks
+    def __init__(self, local: Local, chosen: Sequence[str], enough: int | None) -> None:
+        self.local, self.enough = local, enough
         self.blocks = {name: local.model.get_submodule(name) for name in chosen}
         self.about = {
             (name, numbers): likeness(block, numbers=numbers)
@@ -127,7 +121,7 @@ class _Walk:
         for one in self.first:
             held = [k for k, leaf in enumerate(one.leaves) if id(leaf) in shared]
             args, kwargs = unflatten(one.leaves, one.spec)
-            graphs.append(Graph(record(one.forward, args, kwargs, held=held, hooks=self.hooks)))
+            graphs.append(Graph(record(one.forward, args, kwargs, held=held)))
         groups = [group for group in self.rough.values() if len(group) == self.enough]
         alike = all(len({graphs[kind].signature for kind in group}) == 1 for group in groups)
         return graphs if alike else None
