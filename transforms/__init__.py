@@ -18,6 +18,7 @@ from remat.transforms.context import (
     node_of,  # the autograd node of a tensor, asked of no torch-function mode
     of_a_look,  # mark the second of two saved-tensor hooks by which a look at a function sees what is saved
     on_wrappers,  # whether an op is one on wrappers of torch.distributed
+    ranks_met,  # whether this process is one of a group's
     recordings,  # the recordings in progress on this thread, outermost first
     untracked,  # run an op of the engine's own, which no recording counts
 )

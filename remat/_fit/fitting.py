@@ -17,7 +17,7 @@ from remat._blocks import LayerError, largest_class, listed, no_blocks
 from remat._core import DEVICES, check_callable, format_bytes, joined_keywords, keywords_apart
 from remat._fit.held import HeldBytes, held_by
 from remat._fit.report import Fit
-from remat._fit.way import ModelStep, Way, name_of, ready_policies
+from remat._fit.way import ModelStep, Way, as_region, name_of, ready_policies
 from remat.plan import (
     ChainPlan,
     Chosen,
@@ -211,7 +211,7 @@ def fit(
         _only("mesh=Layout(...)", **within, **of_modules)
         if mesh is None:
             raise RematError("remat.fit(memory=...) is for mesh=Layout(...); for one device write peak=...")
-        return plan_mesh(model, args, given, mesh, memory, cost, device)
+        return plan_mesh(model, args, given, mesh, memory, cost, device, as_region)
     job = _Job(model, args, given, device, optimizer, shards or 1)
     limit = job.limit(peak, budget, headroom)
     step = ModelStep(model, args, given, loss, device, job.held.gradients > 0, shards or 1, measure)

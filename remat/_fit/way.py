@@ -252,13 +252,18 @@ class Way:
         return made[owners[min(calls, key=lambda at: chosen.choices[at].kept)]]
 
 
+def as_region(module: torch.nn.Module) -> None:
+    """Make a block a region that is met and planned."""
+    nn.apply_to(module, policy=BudgetPolicy(1.0))
+
+
 @contextmanager
 def _regions(modules: list[torch.nn.Module]) -> Iterator[None]:
     """Blocks as regions that can be met; what was there before comes back."""
     before = [(module, nn.settings_of(module)) for module in modules]
     try:
         for module in modules:
-            nn.apply_to(module, policy=BudgetPolicy(1.0))
+            as_region(module)
         yield
     finally:
         for module, settings in before:

@@ -8,6 +8,7 @@ from remat._core import (
 )
 from remat._core.flops import known_flops  # FLOPs of an op that runs
 from remat._fit import held_by  # what lives throughout a step
+from remat._fit.way import as_region  # a block as fit has it
 from remat._torch import Repeats  # ops on tensors without data that have run before
 from remat.gpu.inductor.trace import attention_of_gpus  # attention as cards run it
 from remat.plan import policy  # a plan of a graph

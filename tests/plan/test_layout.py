@@ -20,7 +20,18 @@ from tests.helpers import TORCH
 from tests.inside import trace_memory
 from tests.interop.ranks import spawned
 from tests.plan import mesh_worker
-from tests.plan.inside import Linked, Pipe, Repeated, added, agree, cost_model, local_program, single, traced
+from tests.plan.inside import (
+    Linked,
+    Pipe,
+    Repeated,
+    added,
+    agree,
+    as_region,
+    cost_model,
+    local_program,
+    single,
+    traced,
+)
 
 TINY = Sizes(layers=3, width=32, heads=4, groups=2, hidden=64, vocab=64)
 TOKENS = (2, 16)
@@ -40,7 +51,7 @@ def _traced() -> Pipe:
         model, tokens = Decoder(TINY, TOKENS[1]), torch.empty(TOKENS, dtype=torch.long)
     with local_program(model, Layout()) as local:
         args, kwargs = local.arguments(((tokens,), {}), None)
-        seen = traced(local, [f"layers.{k}" for k in range(3)], args, kwargs)
+        seen = traced(local, [f"layers.{k}" for k in range(3)], args, kwargs, as_region)
     return Pipe(seen, Layout(), local.weights, Linked(cost_model("roofline", "h100"), "h100", {}))
 
 

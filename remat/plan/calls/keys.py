@@ -250,8 +250,8 @@ class _Look:
         hooked = held["_forward_hooks"] or held["_forward_pre_hooks"]
         if hooked or held["_backward_hooks"] or held["_backward_pre_hooks"]:
             for name in _HOOKS:
-                # Their numbers are never given twice.
-                found += (name, *held[name])
+                # Their numbers are never given twice, so that no two modules have the same.
+                found += (name, len(held[name])) if self.alike else (name, *held[name])
         # This runs at every call of a region: what most modules have is read without a further call.
         for name in [n for n in held if n not in _SKIPPED] if len(held) > len(_USUAL) else ():
             if (kind := type(value := held[name])) in _PLAIN:

@@ -85,7 +85,9 @@ class JointRecorder(Packing, DispatchMode):
         self.shapes = frozenset[int]()
         # Which node each value was saved for, counted from the first of the forward.
         self.owners: list[tuple[int, int]] = []
-        self.on_memory = memory_is_real()
+        # A region that is met while the model around it is recorded will run as that does.
+        outer = around.get()
+        self.on_memory = memory_is_real() if outer is None else outer.on_memory
         self.gradients: tuple[int, ...] = ()
         self.differentiated: tuple[int, ...] = ()
         self.in_forward = True

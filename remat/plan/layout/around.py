@@ -4,48 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import torch
 
 from remat.plan.graph import CostModel
 from remat.plan.joint import Joint, Op
 from remat.plan.peak import live_bytes
-from remat.transforms import flatten, traits, unflatten
-
-# An empty tensor of this width marks in a joint graph where a block was called: nobody else makes one.
-_MARK = 7_919_317
-
-
-class _StandIn(torch.autograd.Function):
-    """A block in whose place nothing runs: results of its shapes, gradients of its arguments' shapes."""
-
-    @staticmethod
-    def forward(ctx: Any, number: int, made: list[torch.Tensor], *tensors: torch.Tensor) -> Any:
-        torch.empty((0, _MARK, number))
-        ctx.number = number
-        ctx.shapes = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-        return tuple([torch.empty_like(t) for t in made])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        torch.empty((0, _MARK, ctx.number))
-        wanted = zip(ctx.shapes, ctx.needs_input_grad[2:], strict=True)
-        made = [
-            torch.empty_strided(s, t, dtype=d, device=v) if need else None for (s, t, d, v), need in wanted
-        ]
-        return None, None, *made
-
-
-def stand_in(number: int, made: Any, call: Any) -> Any:
-    """What a block made, without running it: one op of the graph around, marked with the block's number."""
-    tensors = [leaf for leaf in flatten(call)[0] if isinstance(leaf, torch.Tensor)]
-    leaves, spec = flatten(made)
-    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    results = _StandIn.apply(number, [leaves[k].detach() for k in places], *tensors)
-    for place, result in zip(places, results, strict=True):  # type: ignore[arg-type]
-        leaves[place] = result
-    return unflatten(leaves, spec)
+from remat.transforms import traits
 
 
 @dataclass(frozen=True)
@@ -64,27 +27,23 @@ class Share:
 
 
 class Around:
-    """The joint graph of a model whose `count` blocks are stand-ins."""
+    """The joint graph of a model whose blocks are left out."""
 
-    def __init__(self, joint: Joint, count: int) -> None:
-        self.joint, self.count = joint, count
+    def __init__(self, joint: Joint) -> None:
+        self.joint, self.count = joint, len(joint.holes)
 
     @cached_property
     def parts(self) -> tuple[list[list[Op]], list[list[Op]]]:
         """The ops after so many blocks: of the forward, and of the backward."""
-        parts: tuple[list[list[Op]], list[list[Op]]] = ([], [])
-        for part, ops, start in (
-            (parts[0], self.joint.forward, 0),
-            (parts[1], self.joint.backward, self.count),
-        ):
-            part += [[] for _ in range(self.count + 1)]
-            at = start
-            for op in ops:
-                number = _marked(op)
-                if number is None:
-                    part[at].append(op)
-                else:
-                    at = number + 1 if op.forward else number
+        holes, count = self.joint.holes, self.count
+        parts: tuple[list[list[Op]], list[list[Op]]]
+        parts = [[] for _ in range(count + 1)], [[] for _ in range(count + 1)]
+        for at, op in enumerate(self.joint.ops):
+            if op.forward:
+                parts[0][sum(hole.forward <= at for hole in holes)].append(op)
+            else:
+                begun = [number for number, hole in enumerate(holes) if 0 <= hole.backward <= at]
+                parts[1][min(begun, default=count)].append(op)
         return parts
 
     def share(self, start: int, stop: int, model: CostModel) -> Share:
@@ -111,10 +70,3 @@ class Around:
 
 def _price(model: CostModel, joint: Joint, op: Op) -> float:
     return 0.0 if traits(op.target).view else model.price(joint, op)
-
-
-def _marked(op: Op) -> int | None:
-    """The number of the block that this op stands for."""
-    if op.args and isinstance(op.args[0], (list, tuple)) and len(op.args[0]) == 3 and op.args[0][1] == _MARK:
-        return op.args[0][2]
-    return None

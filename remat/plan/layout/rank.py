@@ -18,7 +18,7 @@ from remat.plan.calls import graph_of
 from remat.plan.layout.trace import block_names
 from remat.plan.plans import WAIT, Plan, carried_out
 from remat.policies import Policy
-from remat.transforms import RematError, local_tensors
+from remat.transforms import RematError, local_tensors, ranks_met
 from remat.transforms.compat import is_tracing
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class BlockPolicy(Policy):
     def _other_mesh(self) -> str | None:
         """What differs from the layout in how FSDP or DistributedDataParallel spreads the block."""
         found = data_parallel()
-        if not found and _in_group() and not is_tracing():
+        if not found and ranks_met() and not is_tracing():
             found = {"dp_shard": 1}  # no wrapper: all of the parameters are here
         own = gathered = found.get("dtype")
         for what, planned in self.spread:
@@ -140,12 +140,8 @@ class BlockPolicy(Policy):
         )
 
 
-def _in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _who() -> str:
-    return f"rank {dist.get_rank()}" if _in_group() else "this process"
+    return f"rank {dist.get_rank()}" if ranks_met() else "this process"
 
 
 def place(plan: MeshPlan, model: torch.nn.Module) -> tuple[str | None, list[str]]:
@@ -170,9 +166,9 @@ def place(plan: MeshPlan, model: torch.nn.Module) -> tuple[str | None, list[str]
 def first_difference(plan: MeshPlan, model: torch.nn.Module) -> str | None:
     """What a rank has that was not planned for; None where all is as planned."""
     planned, told = plan.layout.ranks, os.environ.get("WORLD_SIZE", "")
-    if _in_group() and (ranks := dist.get_world_size()) != planned:
+    if ranks_met() and (ranks := dist.get_world_size()) != planned:
         return f"there are {ranks} ranks, planned were {planned}"
-    if not _in_group() and told.isdigit() and int(told) != planned:
+    if not ranks_met() and told.isdigit() and int(told) != planned:
         return f"there are {told} ranks (WORLD_SIZE), planned were {planned}"
     wrong, known = place(plan, model)
     if wrong is not None:
@@ -207,7 +203,7 @@ def agree(key: str, wrong: str | None, blocks: Sequence[str] = ()) -> tuple[int,
     Raises:
         RematError: names the first such rank, and what is wrong there.
     """
-    if not _in_group():
+    if not ranks_met():
         if wrong is not None:
             raise RematError(_refusal("this process", wrong))
         return ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ def plan_mesh(
     memory: int | str | None,
     cost: str | CostModel,
     device: Any,
+    region: Callable[[torch.nn.Module], Any],
 ) -> MeshPlan:
-    """What `remat.fit(model, ..., mesh=layout, memory=...)` returns.
+    """What `remat.fit(model, ..., mesh=layout, memory=...)` returns; `region` makes a block one.
 
     Raises:
         RematError: it is not a module, cannot be traced, or does not fit.
@@ -51,7 +53,7 @@ def plan_mesh(
         raise RematError(f"Layout(split={layout.split}): the model has {len(chosen)} blocks.")
     with local_program(model, layout) as local:
         args, kwargs = local.arguments((args, kwargs), layout.param_dtype)
-        seen = traced(local, chosen, args, kwargs)
+        seen = traced(local, chosen, args, kwargs, region)
         weights, groups = local.weights, local.groups
     linked = Linked(prices, named, groups)
     pipe = Pipe(seen, layout, weights, linked)
