@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from remat import RematError, save_matmuls, save_nothing
-from remat import nn as remat_nn
+from remat import RematError, nn as remat_nn, save_matmuls, save_nothing
 
 SIZES = {
     "hidden_size": 32,

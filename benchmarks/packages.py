@@ -37,8 +37,7 @@ from torch.func import functional_call, grad
 
 from benchmarks.common.records import RESULTS
 from benchmarks.suite.report import rewrite
-from remat import checkpoint_policy, remat, save_matmuls, save_nothing
-from remat import nn as remat_nn
+from remat import checkpoint_policy, nn as remat_nn, remat, save_matmuls, save_nothing
 
 CSV, PAGE = RESULTS / "packages.csv", Path("docs/measured/trust.md")
 FIELDS = ("package", "version", "torch", "way", "result", "what")

@@ -9,53 +9,53 @@ if not os.path.isdir(os.path.join(__path__[0], "transforms")):
     # A checkout without symbolic links (Windows): the engine is found beside the package.
     __path__.append(os.path.dirname(__path__[0]))
 
-from remat._api import checkpoint_policy as checkpoint_policy
-from remat._api import remat as checkpoint  # the field's usual name
-from remat._api import remat as remat
-from remat._core import Decision as Decision
-from remat._core import OpInfo as OpInfo
+from remat._api import (
+    checkpoint_policy as checkpoint_policy,
+    remat as checkpoint,  # the field's usual name
+    remat as remat,
+)
+from remat._core import Decision as Decision, OpInfo as OpInfo
 from remat._deprecated import OLD, old
-from remat._inspect import Residual as Residual
-from remat._inspect import saved_residuals as saved_residuals
-from remat._intermediates import capture as capture
-from remat._intermediates import capture_grads as capture_grads
+from remat._inspect import Residual as Residual, saved_residuals as saved_residuals
+from remat._intermediates import capture as capture, capture_grads as capture_grads
 from remat._names import checkpoint_name as checkpoint_name
-from remat._scan import associative_scan_remat as associative_scan_remat
-from remat._scan import scan_layers as scan_layers
-from remat._scan import scan_remat as scan_remat
-from remat._scan import stack_params as stack_params
-from remat._scan import tiled as tiled
-from remat._scan import unstack_params as unstack_params
-from remat._scan import while_remat as while_remat
+from remat._scan import (
+    associative_scan_remat as associative_scan_remat,
+    scan_layers as scan_layers,
+    scan_remat as scan_remat,
+    stack_params as stack_params,
+    tiled as tiled,
+    unstack_params as unstack_params,
+    while_remat as while_remat,
+)
 from remat.ambient import register_state as register_state
-from remat.nn import apply as apply
-from remat.nn import regions as regions
-from remat.nn import remove as remove
-from remat.policies import Policy as Policy
-from remat.policies import PolicyLike as PolicyLike
-from remat.policies import UnmatchedName as UnmatchedName
-from remat.policies import offload as offload
-from remat.policies import place_of
-from remat.policies import register_op as register_op
-from remat.policies import save_all_but_names as save_all_but_names
-from remat.policies import save_attention as save_attention
-from remat.policies import save_collectives as save_collectives
-from remat.policies import save_costlier_than as save_costlier_than
-from remat.policies import save_every_nth as save_every_nth
-from remat.policies import save_everything as save_everything
-from remat.policies import save_larger_than as save_larger_than
-from remat.policies import save_matmuls as save_matmuls
-from remat.policies import save_modules as save_modules
-from remat.policies import save_names as save_names
-from remat.policies import save_nothing as save_nothing
-from remat.policies import save_ops as save_ops
-from remat.policies import save_weight_matmuls as save_weight_matmuls
+from remat.nn import apply as apply, regions as regions, remove as remove
+from remat.policies import (
+    Policy as Policy,
+    PolicyLike as PolicyLike,
+    UnmatchedName as UnmatchedName,
+    offload as offload,
+    place_of,
+    register_op as register_op,
+    save_all_but_names as save_all_but_names,
+    save_attention as save_attention,
+    save_collectives as save_collectives,
+    save_costlier_than as save_costlier_than,
+    save_every_nth as save_every_nth,
+    save_everything as save_everything,
+    save_larger_than as save_larger_than,
+    save_matmuls as save_matmuls,
+    save_modules as save_modules,
+    save_names as save_names,
+    save_nothing as save_nothing,
+    save_ops as save_ops,
+    save_weight_matmuls as save_weight_matmuls,
+)
 from remat.transforms import RematError as RematError
 from remat.transforms.region import is_recomputing as is_recomputing
 
 if TYPE_CHECKING:
-    from remat import debug, gpu, interop, losses, plan, policies, presets, schedules, transforms
-    from remat import nn as nn
+    from remat import debug, gpu, interop, losses, nn as nn, plan, policies, presets, schedules, transforms
     from remat._fit import fit
     from remat._inspect.report import explain
 

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._dynamo import capture as intermediates_capture
-from remat._dynamo import capture_grads as intermediates_capture_grads
-from remat._dynamo import differentiated, offset
+from remat._dynamo import (
+    capture as intermediates_capture,
+    capture_grads as intermediates_capture_grads,
+    differentiated,
+    offset,
+)
 from remat.transforms import (
     RematError,
     WrongType,

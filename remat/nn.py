@@ -13,10 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from remat._api import OPTIONS, remat, unknown_option
-from remat._blocks import LayerError as LayerError
-from remat._blocks import Layers as Layers
-from remat._blocks import fitting
-from remat._blocks import regions as regions_of
+from remat._blocks import LayerError as LayerError, Layers as Layers, fitting, regions as regions_of
 from remat._core import described
 from remat._region import ModuleView
 from remat.policies import Policy, PolicyLike, policy_given, save_nothing

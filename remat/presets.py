@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from remat._core import Decision
-from remat.policies import Policy, by_role
-from remat.policies import save_nothing as full
+from remat.policies import Policy, by_role, save_nothing as full
 
 __all__ = [
     "custom",

@@ -17,12 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.plan.calls import cache as plan_cache
-from remat.plan.calls import trusted
+from remat.plan.calls import cache as plan_cache, trusted
 from remat.transforms.offload import transfer
 from remat.transforms.region import cache, forget_all
-from tests.composition.table import POLICIES as POLICIES
-from tests.composition.table import rand as rand
+from tests.composition.table import POLICIES as POLICIES, rand as rand
 
 # For what torch itself does otherwise in some versions.
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])

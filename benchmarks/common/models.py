@@ -321,8 +321,7 @@ class HuggingFace(Transformer):
     """A causal language model of transformers by the name of its config, with random weights."""
 
     def problem(self, device: torch.device, dtype: torch.dtype, seed: int, stacked: bool = False) -> Problem:
-        from remat.cli.models import Loss as ModuleLoss
-        from remat.cli.models import build_hf
+        from remat.cli.models import Loss as ModuleLoss, build_hf
 
         sizes = Sizes(self.depth, self.width, self.heads, self.seq)
         model = build_hf(self.name.removeprefix("hf-"), sizes, dtype, device, seed)

@@ -33,8 +33,7 @@ from benchmarks.common.steps import Step, checking, eager, make_step, own_code
 from benchmarks.suite.cases import NO_TIME, Case, Measured
 from benchmarks.suite.predicted import Predicted, probed_anew
 from benchmarks.suite.suites import PAIRS
-from remat.cli.measure import Work, percentiles, trace_memory
-from remat.cli.measure import seconds as timed
+from remat.cli.measure import Work, percentiles, seconds as timed, trace_memory
 from remat.cli.steps import difference, tensors, tolerance, unmarked
 from remat.plan import Choice
 

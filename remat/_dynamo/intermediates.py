@@ -26,10 +26,10 @@ from remat._torch import (
     push,
     ready,
     remove_batch_dim,
+    top as dynamo_top,
     traced_depth,
     traced_unwrap,
 )
-from remat._torch import top as dynamo_top
 from remat.transforms import (
     RematError,
     check_scalar,
@@ -45,8 +45,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.compiled import CAPTURED, VARIABLE
 from remat.transforms.entry import Graph
-from remat.transforms.intermediates import Perturbations
-from remat.transforms.intermediates import opened as taps_opened
+from remat.transforms.intermediates import Perturbations, opened as taps_opened
 
 bypass = bypassing_wrapper()
 

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from remat._dynamo.intermediates import refusing, sessions
-from remat._dynamo.region import bypass
-from remat._dynamo.region import describe as region_describe
-from remat._dynamo.region import rebuild as region_rebuild
+from remat._dynamo.region import bypass, describe as region_describe, rebuild as region_rebuild
 from remat._overrides import overrides
 from remat._torch import hooks_guarded, share_floats
 from remat.policies import Policy, PolicySelector, save_nothing

@@ -9,10 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from remat._core import Mark as Mark
-from remat._core import Memory as Memory
-from remat._core import OpInfo, describe
-from remat._core import trace_memory as trace_memory
+from remat._core import Mark as Mark, Memory as Memory, OpInfo, describe, trace_memory as trace_memory
 from remat.transforms.compat import DispatchMode
 
 T = TypeVar("T")

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 import remat.policies
-from remat._api import checkpoint_policy
-from remat._api import remat as rematerialize
+from remat._api import checkpoint_policy, remat as rematerialize
 from remat.cli.errors import UsageError
 from remat.cli.target import named
 from remat.policies import Policy, as_policy

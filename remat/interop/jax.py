@@ -20,8 +20,7 @@ from typing import Any
 
 from remat._api import remat as _remat
 from remat._core import Decision, OpInfo
-from remat._inspect import print_saved_residuals as print_saved_residuals
-from remat._inspect import saved_residuals as saved_residuals
+from remat._inspect import print_saved_residuals as print_saved_residuals, saved_residuals as saved_residuals
 from remat._names import checkpoint_name as checkpoint_name
 from remat.policies import (
     Policy,

@@ -2,18 +2,20 @@
 
 from remat.schedules._auto import auto as auto
 from remat.schedules._counts import Stats as Stats
-from remat.schedules._offline import All as All
-from remat.schedules._offline import Multilevel as Multilevel
-from remat.schedules._offline import Revolve as Revolve
-from remat.schedules._offline import Schedule as Schedule
-from remat.schedules._offline import Segmented as Segmented
-from remat.schedules._offline import Sqrt as Sqrt
-from remat.schedules._offline import advances as advances
-from remat.schedules._offline import as_schedule as as_schedule
-from remat.schedules._offline import beta as beta
-from remat.schedules._offline import check_checkpoints as check_checkpoints
-from remat.schedules._offline import repetitions as repetitions
-from remat.schedules._offline import split as split
+from remat.schedules._offline import (
+    All as All,
+    Multilevel as Multilevel,
+    Revolve as Revolve,
+    Schedule as Schedule,
+    Segmented as Segmented,
+    Sqrt as Sqrt,
+    advances as advances,
+    as_schedule as as_schedule,
+    beta as beta,
+    check_checkpoints as check_checkpoints,
+    repetitions as repetitions,
+    split as split,
+)
 from remat.schedules._online import Online as Online
 
 __all__ = ["Multilevel", "Online", "Revolve", "Segmented", "Sqrt"]

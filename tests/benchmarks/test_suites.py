@@ -14,12 +14,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from benchmarks.common import jax_peer
-from benchmarks.common.measures import counted as counting
-from benchmarks.common.measures import flops_of, unwrapped
+from benchmarks.common.measures import counted as counting, flops_of, unwrapped
 from benchmarks.common.models import SIZES, Around
 from benchmarks.common.peers import Peer, peer
 from benchmarks.suite import card, graph_tables, panel, runs
@@ -31,6 +29,7 @@ from benchmarks.suite.pareto import Point, dominates, factor, front, hypervolume
 from benchmarks.suite.report import (
     PAGES,
     ROOT,
+    SUITES as REPORTED,
     Report,
     counted,
     filled,
@@ -38,7 +37,6 @@ from benchmarks.suite.report import (
     instructions,
     section,
 )
-from benchmarks.suite.report import SUITES as REPORTED
 from benchmarks.suite.suites import SUITES
 from benchmarks.suite.tables import targets, verdict
 

@@ -11,15 +11,11 @@ import torch
 import torch.utils._pytree as pytree
 
 from benchmarks.common.records import Record, Target, ratio, save, told
-from benchmarks.functional import LIMITS, Functional
-from benchmarks.functional import POLICIES as FUNCTIONAL
-from benchmarks.memory import MODES, Memory
-from benchmarks.memory import targets as memory_targets
-from benchmarks.offload import Offload
-from benchmarks.offload import targets as offload_targets
+from benchmarks.functional import LIMITS, POLICIES as FUNCTIONAL, Functional
+from benchmarks.memory import MODES, Memory, targets as memory_targets
+from benchmarks.offload import Offload, targets as offload_targets
 from benchmarks.overhead import KINDS, Overhead, function_block
-from benchmarks.tiles import CARD, Tiles
-from benchmarks.tiles import targets as tiles_targets
+from benchmarks.tiles import CARD, Tiles, targets as tiles_targets
 from remat import remat
 
 pytestmark = pytest.mark.slow

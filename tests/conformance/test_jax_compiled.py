@@ -8,8 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from remat import checkpoint_name, policies, remat, save_nothing, save_ops
-from remat import save_weight_matmuls as save_unbatched
+from remat import (
+    checkpoint_name,
+    policies,
+    remat,
+    save_nothing,
+    save_ops,
+    save_weight_matmuls as save_unbatched,
+)
 from remat.interop import from_torch_policy
 from remat.interop.jax import checkpoint, checkpoint_policies
 from remat.policies import (

@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from remat import remat, save_matmuls, save_nothing, save_ops, saved_residuals
-from remat import save_weight_matmuls as save_unbatched
+from remat import (
+    remat,
+    save_matmuls,
+    save_nothing,
+    save_ops,
+    save_weight_matmuls as save_unbatched,
+    saved_residuals,
+)
 from remat.interop.jax import checkpoint, checkpoint_name, checkpoint_policies
 from tests.conformance.counting import BACKWARDS, check_grads, jax_cos, jax_sin, residuals, save_cos, sines
 from tests.conformance.rows import jax

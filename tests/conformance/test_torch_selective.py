@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from remat import RematError, offload, save_everything, save_matmuls
-from remat import nn as remat_nn
+from remat import RematError, nn as remat_nn, offload, save_everything, save_matmuls
 from remat.interop import checkpoint
 from tests.conformance.rows import row
 from tests.conformance.torchs import leaf

@@ -13,8 +13,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from remat import Decision, OpInfo, RematError, save_matmuls, save_nothing
-from remat import nn as remat_nn
+from remat import Decision, OpInfo, RematError, nn as remat_nn, save_matmuls, save_nothing
 from remat.interop import CheckpointFunction, checkpoint, checkpoint_sequential, from_torch_policy
 from remat.policies import save_names, save_ops
 from tests.helpers import LiveBytes, OpCounter, leaves_of, rand

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat import checkpoint_policy, remat, save_matmuls, save_nothing
-from remat import nn as remat_nn
+from remat import checkpoint_policy, nn as remat_nn, remat, save_matmuls, save_nothing
 from tests.helpers import rand, same
 
 POLICIES = {"nothing": save_nothing, "matmuls": save_matmuls, "budget": checkpoint_policy(budget=0.5)}

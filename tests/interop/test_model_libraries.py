@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, vmap
 
-from remat import RematError, save_attention, save_matmuls, save_nothing
-from remat import nn as remat_nn
+from remat import RematError, nn as remat_nn, save_attention, save_matmuls, save_nothing
 from tests.helpers import LiveBytes, OpCounter
 
 # -- transformers -------------------------------------------------------------------------------------

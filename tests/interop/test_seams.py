@@ -7,8 +7,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint as co
 from torch.func import grad
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from remat import RematError, offload, remat, save_matmuls, save_nothing
-from remat import nn as remat_nn
+from remat import RematError, nn as remat_nn, offload, remat, save_matmuls, save_nothing
 from remat.interop import checkpoint
 from tests.helpers import crossed, leaves_of, rand
 

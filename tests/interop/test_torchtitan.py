@@ -16,8 +16,7 @@ from torch.distributed._functional_collectives import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.mesh import Decoder
-from remat import Decision, OpInfo, saved_residuals
-from remat import nn as remat_nn
+from remat import Decision, OpInfo, nn as remat_nn, saved_residuals
 from tests.plan.test_layout import TINY, TOKENS, tiny
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

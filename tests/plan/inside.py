@@ -45,8 +45,10 @@ from remat.plan.layout.trace import traced  # blocks as a layout sees them
 from remat.plan.peak import highest_within, profile, step_peak  # simulated peaks
 from remat.plan.plans.followed import Bound, _passed_over  # plans bound to calls
 from remat.plan.policy import plan_graph  # a plan of a graph
-from remat.plan.solve import milp  # solvers, by themselves
-from remat.plan.solve import reduce as reductions
+from remat.plan.solve import (
+    milp,  # solvers, by themselves
+    reduce as reductions,
+)
 from remat.plan.solve.choices import States  # solvers, by themselves
 from remat.plan.solve.host import front  # solvers, by themselves
 from remat.plan.solve.hull import bound, hull  # solvers, by themselves

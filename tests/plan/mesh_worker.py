@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.mesh import Decoder, Sizes, tensor_parallel
 from benchmarks.suite.dry import Live
-from remat import RematError
-from remat import nn as remat_nn
+from remat import RematError, nn as remat_nn
 from tests.inside import trace_memory
 
 SIZES = Sizes(layers=4, width=128, heads=8, groups=4, hidden=256, vocab=512)

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.mesh import Decoder, Sizes, planned, tensor_parallel
-from remat import RematError, fit
-from remat import nn as remat_nn
+from remat import RematError, fit, nn as remat_nn
 from remat.plan import BudgetPolicy, Layout, MeshPlan
 from tests.helpers import TORCH
 from tests.inside import trace_memory

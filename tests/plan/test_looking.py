@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
-from remat import RematError, checkpoint_policy, fit, remat, saved_residuals, scan_remat
-from remat import nn as remat_nn
+from remat import RematError, checkpoint_policy, fit, nn as remat_nn, remat, saved_residuals, scan_remat
 from remat.plan import BudgetPolicy, pareto
 from tests.helpers import crossed
 from tests.inside import is_fake

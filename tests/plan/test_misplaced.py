@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.mesh import Decoder, Sizes, planned, tensor_parallel
-from remat import RematError, checkpoint_policy, fit, remat, save_matmuls
-from remat import nn as remat_nn
+from remat import RematError, checkpoint_policy, fit, nn as remat_nn, remat, save_matmuls
 from remat.plan import Layout
 
 ONE = Sizes(layers=1, width=32, heads=4, groups=2, hidden=64, vocab=64)

@@ -11,8 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.mesh import Decoder
-from remat import RematError
-from remat import nn as remat_nn
+from remat import RematError, nn as remat_nn
 from tests.plan import mesh_worker
 from tests.plan.test_layout import NEEDS_GLOO, TINY, TOKENS, _spawned, tiny
 

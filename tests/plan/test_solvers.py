@@ -4,8 +4,7 @@ import doctest
 import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from remat import RematError
 from tests.plan.inside import (
@@ -14,6 +13,7 @@ from tests.plan.inside import (
     States,
     bound,
     complete,
+    contract as contracted,
     hull,
     keep_all,
     least,
@@ -23,7 +23,6 @@ from tests.plan.inside import (
     solve,
     split,
 )
-from tests.plan.inside import contract as contracted
 from tests.plan.problems import best, check, frontier, layered, problems
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -30,8 +30,7 @@ from remat.policies import (
     where,
 )
 from tests.helpers import crossed, forget
-from tests.policies.inside import Call, Decision, OpInfo, TensorMeta
-from tests.policies.inside import _catalogue as catalogue
+from tests.policies.inside import Call, Decision, OpInfo, TensorMeta, _catalogue as catalogue
 
 aten = torch.ops.aten
 SAVE, OFFLOAD, RECOMPUTE = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE

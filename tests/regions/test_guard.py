@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat, save_matmuls, save_nothing
-from tests.helpers import gradients, same
-from tests.helpers import rand as values
+from tests.helpers import gradients, rand as values, same
 from tests.regions.inside import direct_call, modes, tensors_in
 
 aten = torch.ops.aten

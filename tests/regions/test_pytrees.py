@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from remat import remat
 from tests.helpers import rand, same

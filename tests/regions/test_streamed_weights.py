@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import remat
-from remat import remat as region_of
-from remat import save_everything, save_matmuls, save_nothing, scan_remat
+from remat import remat as region_of, save_everything, save_matmuls, save_nothing, scan_remat
 from tests.helpers import crossed, rand
 
 POLICIES: dict[str, Any] = {

@@ -17,8 +17,7 @@ from remat.transforms import value_and_grad
 from tests.compiled import Graphs, compiled, ops
 from tests.helpers import crossed, rand, sparse
 from tests.scan.inside import entry
-from tests.scan.scans import BLOCK, D, backward, close, make, nested, of_loop, of_scan, step
-from tests.scan.scans import fresh as fresh
+from tests.scan.scans import BLOCK, D, backward, close, fresh as fresh, make, nested, of_loop, of_scan, step
 
 nn = torch.nn.functional
 

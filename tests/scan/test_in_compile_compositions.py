@@ -10,8 +10,7 @@ from torch.func import grad, vmap
 from remat import remat, save_matmuls, scan_remat
 from tests.compiled import compiled
 from tests.helpers import sparse
-from tests.scan.scans import BLOCK, D, backward, close, make, nested, of_loop, of_scan, step
-from tests.scan.scans import fresh as fresh
+from tests.scan.scans import BLOCK, D, backward, close, fresh as fresh, make, nested, of_loop, of_scan, step
 
 nn = torch.nn.functional
 

@@ -7,8 +7,7 @@ import sys
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from remat.schedules import (
     All,

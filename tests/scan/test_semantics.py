@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from remat import RematError, scan_layers, scan_remat, stack_params, unstack_params, while_remat
 from remat.schedules import Online, Revolve, Segmented, Sqrt, advances

@@ -5,8 +5,11 @@ from remat._core.units import parse_bytes  # amounts of bytes
 from remat._inspect.report.each import BUILT_IN  # policies that a frontier tries
 from remat._inspect.report.timeline import CATEGORIES  # kinds of live bytes
 from remat._inspect.report.watch import KINDS, kind  # classes of ops
-from remat.cli import checked, main  # the command line, in this process
-from remat.cli import rows as cli_rows  # functions that a sweep runs, exchanged
+from remat.cli import (  # the command line, in this process
+    checked,
+    main,
+    rows as cli_rows,  # functions that a sweep runs, exchanged
+)
 from remat.cli.bench import Result  # a row of a sweep
 from remat.cli.commands.env import Env, machine  # what a machine can do
 from remat.cli.commands.report import progress  # progress, on a pipe

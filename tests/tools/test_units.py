@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from remat import RematError, save_larger_than, scan_remat
 from tests.tools.inside import check_budget, check_peak, format_bytes, parse_bytes

@@ -15,13 +15,17 @@ from typing import Any
 
 import torch
 import torch._tensor_str as _tensor_str
-from torch._C import _autograd as _autograd_c
-from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C import (
+    _autograd as _autograd_c,
+    _functorch as _functorch_c,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from torch._C._functorch import TransformType, pop_dynamic_layer_stack, push_dynamic_layer_stack
-from torch._functorch import autograd_function as functorch_functions
-from torch._functorch import eager_transforms
-from torch._functorch import utils as functorch_utils
-from torch._functorch import vmap as functorch_vmap
+from torch._functorch import (
+    autograd_function as functorch_functions,
+    eager_transforms,
+    utils as functorch_utils,
+    vmap as functorch_vmap,
+)
 from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,

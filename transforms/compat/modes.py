@@ -18,10 +18,12 @@ import torch
 from torch._C import _autograd as _autograd_c
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._higher_order_ops.cond import cond_op
-from torch._ops import HigherOrderOperator as HigherOrderOperator
-from torch._ops import OpOverload as OpOverload
-from torch._ops import OpOverloadPacket as OpOverloadPacket
-from torch._ops import _compute_keyset
+from torch._ops import (
+    HigherOrderOperator as HigherOrderOperator,
+    OpOverload as OpOverload,
+    OpOverloadPacket as OpOverloadPacket,
+    _compute_keyset,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from remat.transforms.compat.autograd import hooks_allowed, is_tracing, top_hooks

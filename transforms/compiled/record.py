@@ -28,9 +28,9 @@ from remat.transforms.compat import (
     graph_storage,
     lowered_once,
     must_save,
+    tags as tags_now,
     tracer_at_work,
 )
-from remat.transforms.compat import tags as tags_now
 from remat.transforms.compiled.barrier import ONCE, Origins, Sent, fence_below, snapshot
 from remat.transforms.context import Mode, active, untracked
 from remat.transforms.errors import RematError

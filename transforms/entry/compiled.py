@@ -24,6 +24,7 @@ import torch
 
 from remat.transforms.compat import (
     SUBGRAPH_CALL,
+    compiler as aot_compiler,
     depth,
     drop_guards,
     in_transform,
@@ -36,7 +37,6 @@ from remat.transforms.compat import (
     unwind_levels,
     written_in,
 )
-from remat.transforms.compat import compiler as aot_compiler
 from remat.transforms.compiled import CAPTURED, NAMED, GraphDedup, GraphLowering, dedup_key
 from remat.transforms.context import active, untracked
 from remat.transforms.entry.dispatch import outermost, run

@@ -12,8 +12,7 @@ import torch
 
 from remat.transforms.compat import dual_level_known_if_any, restore_vmap
 from remat.transforms.ops import overlaps
-from remat.transforms.pytree import merge
-from remat.transforms.pytree import smooth as pytree_smooth
+from remat.transforms.pytree import merge, smooth as pytree_smooth
 from remat.transforms.scan.backward import check_seen
 from remat.transforms.scan.spec import (
     Leaves,

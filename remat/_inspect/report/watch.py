@@ -13,8 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from remat._core import OpInfo, describe
 from remat._inspect.report.timeline import Blocks, Timeline
 from remat.policies import kind_of
-from remat.transforms import active, flatten, is_tensor, on_wrappers, traits, user_line
-from remat.transforms import recordings as context_recordings
+from remat.transforms import (
+    active,
+    flatten,
+    is_tensor,
+    on_wrappers,
+    recordings as context_recordings,
+    traits,
+    user_line,
+)
 from remat.transforms.compat import DispatchMode, graph_task, is_strided, storage_key, unwrapped
 from remat.transforms.region import recomputed_region
 from remat.transforms.tape import Kept

@@ -12,8 +12,7 @@ import torch
 from remat.plan.joint.attention import target_kind
 from remat.transforms import Decisions, Meta, map_leaves, metas, span, traits
 from remat.transforms.compat import at_hand
-from remat.transforms.tape import Node, Tape, refs_in
-from remat.transforms.tape import Ref as TapeRef
+from remat.transforms.tape import Node, Ref as TapeRef, Tape, refs_in
 
 # What the names of ops end in that may not run.
 OPTIONAL = " by autocast"

@@ -23,6 +23,7 @@ from remat.transforms.compat import (
     above_all,
     backend,
     below_levels,
+    compiler as aot_compiler,
     dual_level_known_if_any,
     example_bytes,
     example_of,
@@ -37,19 +38,16 @@ from remat.transforms.compat import (
     stands_on,
     tangent_of,
 )
-from remat.transforms.compat import compiler as aot_compiler
 from remat.transforms.context import active, scoped, untracked
 from remat.transforms.entry import Graph, run_transparently
 from remat.transforms.errors import RematError, user_line
 from remat.transforms.offload import pinned_for, to_host
-from remat.transforms.ops import draws as ops_draws
-from remat.transforms.ops import traits
+from remat.transforms.ops import draws as ops_draws, traits
 from remat.transforms.pytree import merge
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.body import unwritten
 from remat.transforms.scan.compiled import UnrolledStep, dense
-from remat.transforms.scan.function import run as function_run
-from remat.transforms.scan.function import run_forward
+from remat.transforms.scan.function import run as function_run, run_forward
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.scan.spec import Leaves, Record, Scan, ScanSpec, State, Tensors, compact, make
 from remat.transforms.state import Ambient, RandomState, can_seed, device_kinds, draw, refuse_generator
