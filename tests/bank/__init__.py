@@ -4,7 +4,12 @@ regions. `tests.ways` runs them."""
 from tests.bank import blocks, forms, layouts, levels, nests, objects, pure, raw, state, torchs, writes
 from tests.bank.program import BANK, Program, Subject, subject
 
+# The order of the bank, by which ways are drawn, is that of these lines: what is new comes last.
+# isort: split
+from tests.bank import again, turns
+
 __all__ = [
     "BANK", "Program", "Subject", "subject",
-    "blocks", "forms", "layouts", "levels", "nests", "objects", "pure", "raw", "state", "torchs", "writes",
+    "again", "blocks", "forms", "layouts", "levels", "nests", "objects", "pure", "raw", "state", "torchs",
+    "turns", "writes",
 ]  # fmt: skip

@@ -32,8 +32,7 @@ def one(program: Program, way: str, policy: str, layout: str) -> tuple[str, Verd
     if (program.name, way) in expected.ENDS:
         return "torch", Verdict("invalid", "it ends the process, without regions too")
     forget()
-    steps = [{"how": way}, {"how": way, "layout": layout}, {"how": way}]
-    verdict = check(subject(program, policy), steps, torch.float64)
+    verdict = check(subject(program, policy), program.steps(way, layout), torch.float64)
     wanted = expected.of(program, way)
     if verdict.kind in ("same", "memory") and wanted.kind != "invalid":
         return "equal", verdict

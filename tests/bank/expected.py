@@ -195,6 +195,50 @@ OTHERWISE = (
         "reads `.data`|",
         "a region that torch.func differentiates twice refuses `.data` (docs/limits.md)",
     ),
+    Expected(
+        LEVELS,
+        "buffer_that_is_written_later buffers_that_come_to_overlap statistics_that_are_frozen "
+        "memory_that_layers_share_or_do_not alias_of_numpys_in_later_calls constant_of_another_sign "
+        "begun_again_amid_writes_and_draws hooks_before_a_transform",
+        "same invalid refused",
+        "",
+        "torch.func refuses writes to captured tensors, and hooks; and torch its own formula for copysign",
+    ),
+    Expected(
+        LEVELS,
+        "dual_level_inside",
+        "same invalid",
+        "Nested forward|",
+        "torch has no forward mode in forward mode by plain dual levels",
+    ),
+    Expected(
+        "vjp vjp_twice",
+        "begun_again_before_a_draw",
+        "same refused",
+        "does not repeat|",
+        "a tensor that no walk finds is met amid the run: told, where it could be right",
+    ),
+    Expected(
+        LEVELS,
+        "one_activation_on_two_layouts",
+        "same failed",
+        "derivatives|",
+        "under torch.func dropout of what is not contiguous draws another mask (docs/limits.md)",
+    ),
+    Expected(
+        LEVELS,
+        "torch_cond_in_torch_cond",
+        "same failed",
+        "Expected FakeTensor|",
+        "torch.cond, which compiles itself, in torch.cond that a region under two levels keeps: loud",
+    ),
+    Expected(
+        LEVELS,
+        "force_in_later_calls",
+        "same refused invalid",
+        "requires_grad_|",
+        "torch.func refuses a leaf inside, which a region may make in some ways (docs/limits.md)",
+    ),
     Expected("third", "forces energy_and_forces", "refused invalid", "requires_grad_", "torch's own refusal"),
     Expected(
         "third plain_over_jvp",

@@ -34,12 +34,14 @@ from remat import (
     tiled,
     while_remat,
 )
+from tests.helpers import unseen as UNSEEN
 
 __all__ = [
-    "Accumulates", "Attribute", "Base", "Config", "Dirty", "Doubled", "F", "Irreps", "LOOP", "Lazy", "Old",
-    "Pair", "Partly", "R", "RawFill", "Refuses", "Reversible", "SCAN", "SavesOutput", "State", "TILED",
-    "Twin", "add", "checkpoint", "checkpoint_name", "collections", "dataclasses", "functools", "grid",
-    "lookup", "nn", "np", "parametrized", "quantized", "random", "run_chain", "torch", "types",
+    "Accumulates", "Attribute", "Base", "COND", "Config", "Dirty", "Doubled", "Early", "F", "Irreps",
+    "LOOP", "Lazy", "Old", "Pair", "Partly", "R", "RawFill", "Refuses", "Reversible", "SCAN", "SavesOutput",
+    "State", "TILED", "Twin", "UNSEEN", "add", "checkpoint", "checkpoint_name", "collections",
+    "dataclasses", "functools", "grid", "lookup", "nn", "np", "parametrized", "quantized", "random",
+    "run_chain", "torch", "types",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -91,6 +93,13 @@ def SCAN(
 def TILED(fn: Callable[..., Tensor], *args: Tensor, tiles: int = 2, **shared: Tensor) -> Tensor:
     """`fn` of rows, a tile of them at a time."""
     return (tiled(fn, tiles=tiles) if on[0] else fn)(*args, **shared)
+
+
+def COND(
+    at: Tensor, true: Callable[[Tensor], Tensor], false: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
+    """The one or the other by a number; torch alone differentiates `cond` in few ways."""
+    return torch.cond(at, true, false, (x,)) if on[0] else torch.where(at, true(x), false(x))
 
 
 def LOOP(body: Callable[[Tensor], Tensor], x: Tensor, length: int) -> Tensor:
@@ -172,6 +181,10 @@ class Lazy(dict[str, Any]):
         raise RuntimeError("not loaded")
 
     items = __iter__ = values
+
+
+class Early(Exception):
+    """Ends a forward, with what was made until then."""
 
 
 class Refuses:

@@ -27,6 +27,7 @@ class Program:
         kind: where torch can run it without remat, and how often it is drawn (`tests.fuzz.program`).
         tags: what it does; the ways are crossed with them.
         shape: of a row of its two tensors.
+        found: ways, each with a policy, in which a fault was found by it: it always runs in these.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Program:
     kind: str
     tags: frozenset[str]
     shape: tuple[int, ...]
+    found: tuple[tuple[str, str], ...]
 
     @property
     def source(self) -> str:
@@ -43,6 +45,17 @@ class Program:
     def features(self) -> list[str]:
         """What its model has."""
         return [name for name in library.FEATURES if re.search(rf"\bm\.{name}\b", self.source)]
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags of its model that it reads: they are turned between calls."""
+        return sorted(set(re.findall(r"\bm\.(on\d)\b", self.source)))
+
+    def steps(self, way: str, layout: str = "contiguous", **around: Any) -> list[dict[str, Any]]:
+        """Three calls in this way, of which the second has other inputs by its layout and by the flags."""
+        step = {"how": way} | around
+        turned = step | {"flip": self.flags}
+        return [step, turned | {"layout": layout}, turned]
 
     def statement(self) -> str:
         """Its lines as a statement that makes {o} of {a} and {b}; names that begin with {t} are its own."""
@@ -62,13 +75,16 @@ class Program:
         return re.sub(r"\b([abot])__", r"{\1}", "\n".join(made))
 
 
-def program(kind: str, tags: str = "", *, shape: tuple[int, ...] = (4,)) -> Callable[[Fn], Fn]:
-    """Put a function into the bank."""
+def program(
+    kind: str, tags: str = "", *, shape: tuple[int, ...] = (4,), found: str = ""
+) -> Callable[[Fn], Fn]:
+    """Put a function into the bank; `found`: ways with a policy each, as "grad/ops hessian/nothing"."""
 
     def put(fn: Fn) -> Fn:
         name = fn.__name__
         assert name not in BANK, f"two programs are called {name}"
-        BANK[name] = Program(name, fn, kind, frozenset(tags.split()), shape)
+        pairs = tuple((way, policy) for way, _, policy in (one.partition("/") for one in found.split()))
+        BANK[name] = Program(name, fn, kind, frozenset(tags.split()), shape, pairs)
         return fn
 
     return put

@@ -5,16 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.func import grad, vjp, vmap
+from torch.func import grad
 
 from remat import RematError, remat, save_matmuls, save_nothing
 from tests.helpers import rand, same, unseen
 
 GLOBAL: dict[str, torch.Tensor] = {}
-
-
-def loss(how, wrap):
-    return lambda x, w: wrap(how(x, w))(x).square().sum()
 
 
 class Held:
@@ -132,16 +128,3 @@ def test_a_state_that_is_replaced_where_a_function_runs_again_as_a_whole(policy,
     out = still(x).square().sum()
     state["h"] = state["h"].clone()
     same(torch.autograd.grad(out, x)[0], torch.autograd.grad(torch.tanh(x @ w).square().sum(), x)[0])
-
-
-def test_a_region_in_a_vmapped_one_whose_level_is_gone_in_the_backward():
-    """Of `vjp` the pull-back is called later: what the inner region captures is in that level's wrapper."""
-
-    def of(wrap):
-        def loss(x, y):
-            around = wrap(lambda a, b: wrap(lambda a: x.sin() * 2)(a))
-            return vmap(around)(torch.stack([y, x]), torch.stack([x, x])).sum()
-
-        return vjp(loss, rand(3, 4), rand(3, 4))[1](torch.ones((), dtype=torch.float64))
-
-    same(of(remat), of(lambda fn: fn))

@@ -141,31 +141,3 @@ def test_what_only_dead_code_reads_is_not_held():
     out = region(x)
     probe.mul_(2)  # nobody reads it any more
     torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], x.cos() * x.sin().exp())
-
-
-@pytest.mark.filterwarnings("ignore:.*budget of:UserWarning", "ignore:.*cannot be planned:UserWarning")
-@pytest.mark.parametrize(
-    ("program", "policy", "lives"), crossed(PROGRAMS, POLICIES, [(0, 1, 1, 0, 1), (1, 0, 0, 1, 0)])
-)
-def test_a_probe_that_somebody_keeps_in_some_calls(program, policy, lives):
-    """The ops are the same in each call, and in some a caller differentiates what is dead in the others."""
-    logged, live = [], False
-
-    def log(value):
-        if live:
-            logged.append(value)
-
-    def plain(x, w):
-        return PROGRAMS[program](x, w, log)
-
-    x, w = given()
-    region = remat(plain, policy=POLICIES[policy])
-    for seed, live in enumerate(map(bool, lives)):  # noqa: B007  (the closure reads it)
-        found = []
-        for fn in (plain, region):
-            torch.manual_seed(seed)
-            loss = fn(x, w).square().sum()
-            if live:
-                loss = loss + logged.pop()
-            found.append(torch.autograd.grad(loss, (x, w)))
-        torch.testing.assert_close(*found)

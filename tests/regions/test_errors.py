@@ -85,11 +85,13 @@ WRONG = {
         "static_argnames",
     ),
     "a text": (lambda: remat(torch.sin, static_argnums="x"), "static_argnums"),  # type: ignore
+    "a lazy module": (lambda: remat(torch.nn.LazyLinear(4))(rand(2, 3)), "Run the module once before"),
+    "an argument turned": (lambda: remat(lambda x, m: x * m.t_())(rand(4, 4), rand(4, 4)), "argument"),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_options_that_mean_nothing(kind):
+def test_what_is_refused_at_once(kind):
     call, told = WRONG[kind]
     with pytest.raises((RematError, ValueError, TypeError), match=told):
         call()

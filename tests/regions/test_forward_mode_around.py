@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import RematError, remat, scan_remat
+from remat import RematError, remat
 from tests.helpers import crossed, rand, same
 
 Way = Callable[[Any, Tensor, Tensor], Any]
@@ -159,18 +159,3 @@ def test_a_backward_within_the_level_is_given_tangents_of_its_own(inside):
             return torch.autograd.grad(tangent.sum(), x)[0].detach()
 
     same(gradient(remat), gradient(lambda f: f))
-
-
-def test_two_views_of_what_no_torch_function_has_made():
-    """Their base leaves the region. A look at it is none of the function around, which would start again."""
-    weight = nn.Parameter(rand(4))
-
-    def halves(h: Tensor) -> tuple[Tensor, Tensor]:
-        made = scan_remat(lambda h, _: (h.sin() * weight, None), h, length=2)[0]
-        return made[:2], made[2:]
-
-    def loss(region: Any) -> Any:
-        step = lambda h: torch.cat(region(halves)(h)).cos()  # noqa: E731
-        return lambda x: scan_remat(lambda h, _: (step(h), None), x, length=2)[0].sum()
-
-    same(torch.func.hessian(loss(remat))(rand(4)), torch.func.hessian(loss(lambda f: f))(rand(4)))

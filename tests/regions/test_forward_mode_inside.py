@@ -37,14 +37,6 @@ def steps(module: Switched, region: Any, change: Any = None) -> list[Tensor]:
     return found
 
 
-def test_it_is_as_without_remat():
-    module = Switched()
-    torch.manual_seed(3)
-    expected = steps(module, module)
-    torch.manual_seed(3)
-    same(steps(module, remat(module)), expected)
-
-
 @pytest.mark.parametrize(("name", "value"), [("on", False), ("noise", 0.1)])
 def test_what_changes_before_the_backward_is_refused(name, value):
     module = Switched()
@@ -62,21 +54,6 @@ def test_it_goes_unasked_by_the_users_word():
     module = Switched()
     region = remat(module, determinism_check="none")
     assert len(steps(module, region, lambda module: module.now.update(noise=0.1))) == 4
-
-
-def test_a_plain_dual_level_under_plain_autograd_and_a_transform():
-    """Plain autograd's node of the region is one in whose forward torch turns forward mode off."""
-
-    def push(x):
-        with forward_ad.dual_level():
-            return forward_ad.unpack_dual(forward_ad.make_dual(x, x.sin()).exp()).tangent
-
-    def second(push):
-        x = rand(3).requires_grad_()
-        (first,) = torch.autograd.grad(torch.func.grad(lambda x: push(x).sum())(x).square().sum(), x)
-        return first
-
-    same(second(remat(push)), second(push))
 
 
 def test_a_policy_holds_nothing_that_a_second_run_would_not_take():

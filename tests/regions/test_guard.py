@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import operator
 import weakref
 
 import pytest
@@ -23,68 +22,7 @@ def rand(*shape, seed=0):
     return values(*shape, seed=seed).requires_grad_()
 
 
-def by_turns(forwards, fn, turns, *args):
-    """Gradients of one region in calls that go this way and that, and only as the last one follow it."""
-    for policy in (save_matmuls, save_nothing):
-        way, leaves = [True], list(args)
-        region = remat(lambda *args, way=way: fn(way[0], *args), policy=policy)
-        del forwards[:]
-        for way[0] in turns:
-            same(gradients(region(*leaves), leaves), gradients(fn(way[0], *leaves), leaves))
-    # (Of what leaves the tape of a policy nothing is learnt.)
-    assert [became == "followed" for became, _ in forwards] == [False, *map(operator.eq, turns, turns[1:])]
-
-
 # -- operands ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("turns", [(True, True, False, True), (False, False, True, False)])
-def test_an_operand_that_is_absent(forwards, turns):
-    """None is no captured tensor that has yet to come; autograd saves nothing that would tell."""
-    w = rand(3, seed=1)
-
-    def fn(scaled, x):
-        with torch.no_grad():
-            norm = F.layer_norm(x, (3,), w if scaled else None)
-        return (norm * x).exp() * w
-
-    by_turns(forwards, fn, turns, rand(3, 3))
-
-
-def test_a_result_in_the_place_of_a_tensor_from_outside(forwards):
-    w = rand(3, seed=1)
-
-    def fn(outside, x):
-        h, k = x.sin(), x.cos()
-        return (h * (w if outside else k)).exp()
-
-    by_turns(forwards, fn, (True, True, False, True), rand(3))
-
-
-def test_an_operand_whose_memory_is_another(forwards):
-    """The very object, after it was given other memory."""
-    other = rand(3, seed=1).detach().untyped_storage()
-
-    def fn(first, x):
-        with torch.no_grad():
-            h = x.sin()
-            if not first:
-                h.set_(other, 0, (3,))  # type: ignore[reportCallIssue]
-        return (h * x).exp()
-
-    by_turns(forwards, fn, (True, True, False, True, True), rand(3))
-
-
-def test_operands_that_others_refer_to(forwards):
-    """A weak reference of somebody's own tells nothing of a tensor."""
-    x, w, v = rand(3, 3), rand(3, 3, seed=1), rand(3, 3, seed=2)
-    refs = [weakref.ref(t) for t in (x, w, v)]
-
-    def fn(first, x):
-        return ((x @ (w if first else v)).sin() * w).exp() * v
-
-    by_turns(forwards, fn, (True, True, False, False, True), x)
-    assert all(ref() is not None for ref in refs)
 
 
 def test_an_operand_in_two_places():

@@ -137,30 +137,6 @@ def test_forward_hooks_under_torch_func():
         assert calls == runs
 
 
-@POLICIES
-def test_tensor_hooks_inside_a_region_run_once_per_backward(policy):
-    def run(wrap):
-        seen = []
-
-        def region(x, w):
-            h = torch.tanh(x @ w)
-            if h.requires_grad:
-                h.register_hook(lambda g: seen.append((is_recomputing(), g.norm().item())))
-                h.register_hook(lambda g: g * 2)
-            return h @ w
-
-        x, w = X.clone().requires_grad_(), rand(3, 3).requires_grad_()
-        out = wrap(region)(x, w).sum()
-        out.backward(retain_graph=True)
-        out.backward()
-        return seen, x.grad, w.grad
-
-    expected = run(lambda f: f)
-    got = run(lambda f: remat(f, policy=policy))
-    assert got[0] == expected[0] and len(got[0]) == 2
-    same(got[1:], expected[1:])
-
-
 def test_hooks_are_told_where_a_budget_is_planned():
     """It is planned once, on tensors without data, in a run beside the passes: Python effects happen then,
     too, but hooks on the backward of a module see no tensor without data."""
@@ -180,13 +156,6 @@ def test_hooks_are_told_where_a_budget_is_planned():
     heard = [told.get() for _ in range(told.qsize())]
     assert [what for again, what in heard if again] == [FakeTensor]
     assert [what for again, what in heard if not again] == seen[1:]
-
-
-def doubling(x):
-    h = torch.tanh(x)
-    if h.requires_grad:
-        h.register_hook(lambda g: (g * 2).sin())
-    return h.sin()
 
 
 def over_a_level(fn):
@@ -209,14 +178,6 @@ TWICE = {
     "autograd over a vmap of grad": lambda fn: over_a_level(lambda x: vmap(fn)(x)),
     "three levels": lambda fn: grad(lambda x: TWICE["grad of grad"](lambda y: fn(x * y.sin())).sum())(X),
 }
-
-
-@pytest.mark.parametrize("way", TWICE)
-def test_hooks_that_change_gradients_do_so_at_their_own_level(way):
-    """In the pass of that level of torch.func alone, and in both of plain autograd."""
-    region, want = remat(doubling), TWICE[way](doubling)
-    for _ in range(2):
-        same(TWICE[way](region), want)
 
 
 @pytest.mark.parametrize("way", [way for way in TWICE if "vmap" not in way])

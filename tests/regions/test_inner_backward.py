@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import checkpoint_policy, remat, save_everything, save_matmuls, save_nothing, scan_remat
+from remat import remat, save_matmuls, scan_remat
 from tests.helpers import rand, same
-
-POLICIES = {
-    "save_nothing": save_nothing,
-    "save_matmuls": save_matmuls,
-    "save_sines": checkpoint_policy([torch.ops.aten.sin]),
-    "save_everything": save_everything,
-}
 
 
 def squares(tensors: Iterable[Tensor]) -> Tensor:
@@ -41,17 +34,6 @@ def results(fn: Callable[..., Tensor], calls: int = 3) -> list[Any]:
         second = torch.autograd.grad(squares(first), (x, w))
         found.append((out, *first, *second))
     return found
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_pass_that_begins_only_in_a_later_call(policy: str) -> None:
-    # What the first calls taught does not hold for the later ones.
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        return force(x, w) if steep else (x @ w).sin()
-
-    region = remat(fn, policy=POLICIES[policy])
-    for steep in (False, False, True, True, False):  # noqa: B007 (read by fn)
-        torch.testing.assert_close(results(region, 1), results(fn, 1), rtol=0, atol=1e-12)
 
 
 class Matmuls(TorchDispatchMode):

@@ -169,29 +169,6 @@ def test_hooks_that_hand_back_another_layout(policy):
         torch.testing.assert_close(*grads)
 
 
-def test_model_with_one_activation_on_two_layouts():
-    class Mixer(nn.Module):
-        def __init__(self, act):
-            super().__init__()
-            self.tokens, self.channels, self.act = nn.Linear(16, 16), nn.Linear(16, 16), act
-
-        def forward(self, x):
-            x = x + self.act(self.channels(x))
-            return x + self.act(self.tokens(x.mT).mT)
-
-    def act(h):
-        return F.dropout(F.gelu(h), 0.3) * h
-
-    def gradients(act):
-        torch.manual_seed(0)
-        model = Mixer(act)
-        loss = model(torch.randn(2, 16, 16)).square().mean()
-        return torch.autograd.grad(loss, [*model.parameters()])
-
-    for got, want in zip(gradients(remat(act)), gradients(act), strict=True):
-        assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize("name", ["channels_last", "stepped"])
 def test_compiled(name):
     """One region on several layouts in a graph. A function of degree one is its gradient times its argument,

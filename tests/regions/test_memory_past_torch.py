@@ -112,3 +112,14 @@ def test_a_cache_beside_large_memory_is_told() -> None:
     x = rand(3, 4).requires_grad_()
     with pytest.raises(RematError, match="does not repeat its forward"):
         remat(layer)(x).sum().backward()
+
+
+def test_numpy_of_a_number_that_nothing_else_reads_under_torch_func() -> None:
+    """A region runs it, where torch alone refuses."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x.exp() * float(x.cos().detach().numpy().sum())).sin().sum()
+
+    x = rand(3, 4).requires_grad_()
+    for _ in range(2):
+        same(torch.func.grad(remat(fn))(x.detach()), torch.autograd.grad(fn(x), x)[0])

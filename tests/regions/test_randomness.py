@@ -10,32 +10,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat import RematError, checkpoint_policy, remat, save_all_but_names, scan_remat
-from tests.helpers import POLICIES, crossed, nan_where_nobody_wrote, rand, same, unseen
-
-
-@pytest.mark.parametrize(
-    ("around", "inside", "own"),
-    crossed(["odd", "even", "nothing"], ["nothing", "everything"], [False, True], every=2),
-)
-def test_a_backward_of_nested_regions_leaves_the_stream_alone(around, inside, own):
-    """What is kept goes as it is read; what was made of it is drawn again for the other region."""
-    policies = {**POLICIES, "odd": checkpoint_policy(lambda op: op.index % 2 == 1)}
-    policies["even"] = checkpoint_policy(lambda op: op.index % 2 == 0)
-    generator = torch.Generator().manual_seed(1)
-
-    def drop(x):
-        drawn = torch.bernoulli(torch.full_like(x, 0.5), generator=generator)
-        return x * drawn if own else F.dropout(x, 0.5)
-
-    inner = remat(lambda x: drop(drop(x.sin()).exp()) * x, policy=policies[inside])
-    outer = remat(lambda x: inner(x.cos()).sin(), policy=policies[around])
-    for _ in range(2):
-        x = rand(8, 8).requires_grad_()
-        out = outer(x).sum()
-        before = torch.get_rng_state(), generator.get_state()
-        torch.autograd.grad(out, x)
-        same((torch.get_rng_state(), generator.get_state()), before)
+from remat import RematError, remat, scan_remat
+from tests.helpers import rand, unseen
 
 
 def test_vmap_refuses_random_ops_as_without_remat():
@@ -70,37 +46,6 @@ def test_draws_in_a_gradient_that_linearize_traces_are_refused():
     force = torch.func.grad(lambda x: remat(lambda x: F.dropout(x.exp(), 0.5))(x).sum())
     with pytest.raises(RematError, match="make_fx"):
         torch.func.linearize(force, rand(3))
-
-
-@pytest.mark.parametrize("where", ["before", "after", "fork", "both"])
-def test_a_second_call_that_takes_another_way_draws_the_same_again(where: str):
-    """It leaves the tape of the first, and its function runs again: no generator is moved on by that."""
-    raw = [False]
-
-    def noise(h: Tensor, place: str) -> Tensor:
-        if where == "fork" and place == "before":
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(5)
-                return h + F.dropout(h.sin(), 0.5)
-        return F.dropout(h.sin(), 0.5) if where in (place, "both") or where == "fork" else h.sin()
-
-    def f(x: Tensor) -> Tensor:
-        h = noise(x, "before")
-        if raw[0]:
-            h = h * unseen(x, 2.0)
-        return noise(h, "after").exp()
-
-    def step(fn: Any, at: int) -> tuple[Tensor, Tensor, Tensor]:
-        raw[0] = at > 0
-        torch.manual_seed(at)
-        x = rand(3).requires_grad_()
-        value = fn(x)
-        torch.rand(2)
-        return value, torch.autograd.grad(value.sum(), x)[0], torch.get_rng_state()
-
-    region = remat(f)
-    for at in range(3):
-        same(step(region, at), step(f, at))
 
 
 @pytest.fixture
@@ -154,28 +99,3 @@ def test_what_cudnn_drops_out_by_its_own_state_is_kept(cudnn: list[int], p: floa
         if how == "backward":
             # With dropout it is kept, without it runs again.
             assert (cudnn[0] - start, calls[0]) == (1 if p else 2, 1)
-
-
-DRAWS_FROM = {
-    "multinomial": lambda g: torch.multinomial(torch.ones(4), 4, generator=g).double(),
-    "bernoulli": lambda g: torch.bernoulli(torch.full((4,), 0.5, dtype=torch.float64), generator=g),
-    "normal": lambda g: torch.normal(torch.zeros(4, dtype=torch.float64) + 1, 0.5, generator=g),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Policy save_all_but_names")
-@pytest.mark.parametrize("kind", DRAWS_FROM)
-def test_what_a_kept_draw_reads_is_made_again(kind: str) -> None:
-    """It runs in a second run of the function, too, for the generator that this one makes."""
-
-    def draws(x: Tensor) -> Tensor:
-        g = torch.Generator().manual_seed(3)
-        return (x.sin() * DRAWS_FROM[kind](g)).exp() * torch.rand(4, generator=g, dtype=torch.float64)
-
-    def run(fn: Any) -> Tensor:
-        return grad(lambda x: grad(lambda x: fn(x).sum())(x).square().sum())(rand(4))
-
-    expected = run(draws)
-    with nan_where_nobody_wrote():
-        for _ in range(2):
-            same(run(remat(draws, policy=save_all_but_names("h"))), expected)

@@ -264,61 +264,6 @@ def test_captured_plain_tensor_beside_its_wrapper_is_a_constant():
         same(run(remat, op), run(lambda f: f, square))
 
 
-def hooked(x, m):
-    x = x.sin()
-    x.register_hook(lambda g: g * m)
-    return x * 1
-
-
-def hooked_by_computed(x, m):
-    x, scale = x.sin(), m.cos()
-    x.register_hook(lambda g: g * scale)
-    return x * 1
-
-
-def hooked_node(x, m):
-    x = x.sin()
-    x.grad_fn.register_prehook(lambda grads: (grads[0] * m,))
-    return x * 1
-
-
-def closing(x, m):
-    class Closing(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x):
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
-            return g * m
-
-    return Closing.apply(x.sin())
-
-
-def inside(x, m):
-    return remat(hooked)(x, m)
-
-
-@pytest.mark.parametrize("fn", [hooked, hooked_by_computed, hooked_node, closing, inside])
-def test_what_hooks_read_and_no_op_saves(fn):
-    """An argument that autograd does not save was a tensor of any numbers in the recomputation."""
-    x, m = rand(3), rand(3, seed=1)
-
-    def loss(wrap):
-        return lambda x, m: wrap(fn)(x, m).square().sum()
-
-    for way in (grad, lambda loss: vmap(grad(loss), (0, None))):
-        at = x if way is grad else torch.stack([x, x.cos()])
-        for _ in range(2):
-            same(way(loss(remat))(at, m), way(loss(lambda f: f))(at, m))
-
-
 def test_what_a_function_saves_in_dynamos_graph():
     """Where a backend executes it, the operator for an autograd.Function keeps what is saved by itself."""
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import vmap
 
 from remat import (
     RematError,
     remat,
     save_matmuls,
     save_nothing,
-    save_ops,
-    while_remat,
 )
-from tests.helpers import LiveBytes, nan_where_nobody_wrote, rand, same, unseen
+from tests.helpers import LiveBytes, rand, same, unseen
 
 
 @pytest.mark.parametrize("backward", [True, False])
@@ -144,49 +141,6 @@ def test_python_does_not_run_again_where_ops_fill_empty_memory():
     assert len(calls) == 2
 
 
-def test_a_region_that_a_second_run_enters_otherwise():
-    """The forward of a loop's step runs without gradients; under autocast operands are views of ours."""
-
-    def found(region, repeated):
-        x, y = rand(3, 4).requires_grad_(), rand(3, 4, seed=1).requires_grad_()
-
-        def step(a, b):
-            region(lambda t: a)(a)
-            return b.sin()[a.detach()[:, 0].argsort()].exp()
-
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = repeated(lambda h: region(step)(h, y), x)
-        (first,) = torch.autograd.grad(out.sin().sum(), y, create_graph=True)
-        return first, torch.autograd.grad(first.square().sum(), y)[0]
-
-    def by_loop(step, x):
-        more, twice = (lambda c: c[1] < 2), (lambda c: (step(c[0]), c[1] + 1))
-        return while_remat(more, twice, (x, torch.tensor(0)), checkpoints=2, max_steps=5)[0]
-
-    same(found(remat, by_loop), found(lambda fn: fn, lambda step, x: step(step(x))))
-
-
-def test_results_of_a_region_inside_that_depend_on_less_than_it_is_given():
-    """The pull-back, at a level, takes all of them for results of each argument, and reads the more."""
-    y = rand(3, 4, seed=1)
-
-    def found(region):
-        def outer(a):
-            first, second = region(lambda p, q: (q.detach(), q))(a, y)
-            inner = first * 1.5 + second
-            return inner * (inner > 0).double() * a
-
-        def first_order(scale, x):
-            return grad(
-                lambda x: (region(outer, policy=save_ops(torch.ops.aten.mul.Tensor))(x) * scale).sum()
-            )(x)
-
-        return grad(lambda scale: first_order(scale, rand(3, 4)).sum())(rand(3, 4, seed=2))
-
-    with nan_where_nobody_wrote():
-        same(found(remat), found(lambda fn, policy=None: fn))
-
-
 def test_a_region_inside_that_captures_an_argument_under_vmap_and_autocast():
     def found(region):
         x, y = rand(2, 3, 4).requires_grad_(), rand(3, 4, seed=1).requires_grad_()
@@ -217,23 +171,3 @@ def test_a_region_inside_that_finds_a_weight_cast_already():
             return torch.autograd.grad(region(outer)(x).sum(), (x, lin.weight))
 
     same(found(remat), found(lambda fn: fn))
-
-
-def test_what_a_function_stores_is_of_its_last_call_after_a_backward():
-    """The first of two calls runs again last, and stores again what it had stored."""
-    model = SimpleNamespace(last=None, states=[torch.zeros(3)])
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        model.last = model.states[0] = x.sin()
-        return (model.last * unseen(x, 2.0)).exp()
-
-    def step(fn: Any) -> Any:
-        x = rand(3).requires_grad_()
-        out = fn(fn(x))
-        last = model.last
-        grads = torch.autograd.grad(out.sum(), x)
-        assert model.last is last and model.states[0] is last
-        return last, grads
-
-    for _ in range(2):
-        same(step(remat(f)), step(f))

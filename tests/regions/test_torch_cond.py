@@ -78,39 +78,12 @@ def test_a_policy_sees_the_ops_of_the_branch():
         assert ops.counts["mm"] == products, policy
 
 
-@pytest.mark.parametrize("tree", [lambda t: t, lambda t: (t, t.sin()), lambda t: {"a": [t]}])
-def test_results_of_any_shape(tree):
-    def f(cond):
-        return lambda x: cond(x.sum() > 0, lambda x: tree(x.sin()), lambda x: tree(x.cos()), (x,))
-
-    x = X.clone().requires_grad_()
-    found, right = remat(f(torch.cond))(x), f(by_if)(x)
-    torch.testing.assert_close(found, right)
-    torch.testing.assert_close(*[torch.autograd.grad(scalar(out), x) for out in (found, right)])
-
-
 def test_torch_cond_outside_still_compiles_itself():
     """Dynamo leaves for good what it met under a dispatch mode: torch.cond's own code must not be left so."""
     w = W.clone().requires_grad_()
     for fn in (remat(block(torch.cond, w)), block(torch.cond, w), remat(block(torch.cond, w))):
         x = X.clone().requires_grad_()
         torch.testing.assert_close(derivatives(fn, x, w, 1), derivatives(block(by_if, w), x, w, 1))
-
-
-def test_inside_each_other_and_around_regions():
-    inner = remat(lambda x: torch.sin(torch.sin(x) @ W), policy=save_matmuls)
-
-    def f(cond):
-        def deep(x):
-            return cond(x.sum() > 5, lambda x: x.exp(), inner, (x,)).cos()
-
-        return lambda x: cond(x.sum() > 0, deep, torch.tanh, (x,))
-
-    for run in TRANSFORMS["grad"], TRANSFORMS["hessian"]:
-        torch.testing.assert_close(run(remat(f(torch.cond)), X), run(f(by_if), X))
-    x = X.clone().requires_grad_()
-    found, right = (torch.autograd.grad(fn(x).sum(), x) for fn in (remat(f(torch.cond)), f(by_if)))
-    torch.testing.assert_close(found, right)
 
 
 def test_a_budget_is_planned_from_the_branch_that_was_taken():
