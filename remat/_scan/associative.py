@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from remat._region import with_policy
 from remat._scan.scan import scan_remat
 from remat.policies import save_nothing
 from remat.transforms import RematError, WrongType, flatten, unflatten
+from remat.transforms.compat import modes_active
 from remat.transforms.scan import name_of, rows_of, version
 
 T = TypeVar("T")
@@ -100,18 +102,22 @@ def _chunked(pairs: Callable[..., Leaves], rows: Leaves, n: int) -> Leaves:
 
     def step(carry: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
         behind, *chunk = x
-        one, two = ([x[k : k + 1] for x in chunk] for k in (0, 1))
-        # Of the first chunk, which has nothing before it, a pair that is combined anyway.
-        left = [torch.where(behind, c, x) for c, x in zip(carry, one)]  # noqa: B905
-        right = [torch.where(behind, x, y) for x, y in zip(one, two)]  # noqa: B905
-        joined = pairs(left, right)
-        made = _prefixes(pairs, chunk, [torch.where(behind, y, x) for x, y in zip(one, joined)])  # noqa: B905
-        return [x[-1:] for x in made], made
+
+        def after_carry(one: Leaves) -> Leaves:
+            # Of the first chunk, which has nothing before it, a product that nobody reads or differentiates.
+            right = [torch.where(behind, x, x.detach()) for x in one]
+            return [torch.where(behind, y, x) for x, y in zip(one, pairs(carry, right))]  # noqa: B905
+
+        made, last = _prefixes(pairs, chunk, after_carry)
+        return last, made
 
     def at_once(carry: Leaves, xs: Leaves) -> tuple[Leaves, Leaves]:
         _, *chunks = xs
-        all = [x.flatten(0, 1) for x in chunks]
-        made = _prefixes(pairs, all, pairs(carry, [x[:1] for x in all]) if head else None)
+        rows = [x.flatten(0, 1) for x in chunks]
+        if head or modes_active():
+            made = _prefixes(pairs, rows, functools.partial(pairs, carry) if head else None)[0]
+        else:
+            _write(pairs, rows, made := [torch.empty_like(x) for x in rows])
         after = [y[size - 1 :: size].unsqueeze(1) for y in made]
         carries = [torch.cat([c.unsqueeze(0), y]) for c, y in zip(carry, after)]  # noqa: B905
         return carries, [y.unflatten(0, (count, size)) for y in made]
@@ -123,9 +129,9 @@ def _chunked(pairs: Callable[..., Leaves], rows: Leaves, n: int) -> Leaves:
         # One op takes them apart, whose derivative puts them together again.
         given, *others = zip(*[x.split([head, n - head] if count else head) for x in rows])  # noqa: B905
         rows = list(others[0]) if count else []
-        parts = [with_policy(lambda *rows: _prefixes(pairs, [*rows]), save_nothing)(*given)]
+        parts = [with_policy(lambda *rows: _prefixes(pairs, [*rows])[0], save_nothing)(*given)]
     if count:
-        start = [y[-1:] for y in parts[0]] if head else [x.new_zeros((1, *x.shape[1:])) for x in rows]
+        start = [y[-1:] for y in parts[0]] if head else [x[:1].detach() for x in rows]
         behind = torch.arange(count, device=rows[0].device) >= (0 if head else 1)
         chunks = [x.unflatten(0, (count, size)) for x in rows]
         made = scan_remat(step, start, [behind, *chunks], checkpoints="all")[1]
@@ -141,18 +147,22 @@ def _halves(rows: Leaves) -> tuple[Leaves, Leaves]:
     return [left for left, _ in both], [right for _, right in both]
 
 
-def _prefixes(pairs: Callable[..., Leaves], rows: Leaves, first: Leaves | None = None) -> Leaves:
-    """All prefixes of rows, of which `first` may take the place of the first one, in logarithmic depth: every
-    second one by pairs, the others from those."""
+def _prefixes(
+    pairs: Callable[..., Leaves], rows: Leaves, first: Callable[[Leaves], Leaves] | None = None
+) -> tuple[Leaves, Leaves]:
+    """All prefixes of rows, and the last one, in logarithmic depth: every second one by pairs, the others
+    from those. `first` makes of the first row what takes its place."""
     n = rows[0].shape[0]
     if n == 1:
-        return first or rows
+        rows = rows if first is None else first(rows)
+        return rows, rows
     left, right = _halves(rows)
     # Split, whose derivative is one op; that of a slice fills zeros first.
     one, others = zip(*[x.split([1, n // 2 - 1]) for x in left])  # noqa: B905
     if first is not None:
-        one, left = first, [torch.cat(ends) for ends in zip(first, others)]  # noqa: B905
-    made = _prefixes(pairs, pairs(left, right))
+        one = first([*one])
+        left = [torch.cat(ends) for ends in zip(one, others)]  # noqa: B905
+    made, last = _prefixes(pairs, pairs(left, right))
     del left, right
     if n > 3:
         before = [p.split([n // 2 - 1, 1])[0] for p in made]
@@ -160,6 +170,19 @@ def _prefixes(pairs: Callable[..., Leaves], rows: Leaves, first: Leaves | None =
         del before
     both = [torch.stack([e, p], 1).flatten(0, 1) for e, p in zip(one, made)]  # noqa: B905
     if n % 2 == 0:
-        return both
-    last = pairs([p[-1:] for p in made], [x[-1:] for x in rows])
-    return [torch.cat(ends) for ends in zip(both, last)]  # noqa: B905
+        return both, last
+    last = pairs(last, [x[-1:] for x in rows])
+    return [torch.cat(ends) for ends in zip(both, last)], last  # noqa: B905
+
+
+def _write(pairs: Callable[..., Leaves], rows: Leaves, out: Leaves) -> None:
+    """Write all prefixes into `out`, each into its place, where nothing records it."""
+    n = rows[0].shape[0]
+    if n > 1:
+        _write(pairs, pairs([x[: n - 1 : 2] for x in rows], [x[1::2] for x in rows]), [o[1::2] for o in out])
+    if n > 2:
+        made = pairs([o[1 : n - 1 : 2] for o in out], [x[2::2] for x in rows])
+        for o, y in zip(out, made):  # noqa: B905
+            o[2::2].copy_(y)
+    for o, x in zip(out, rows):  # noqa: B905
+        o[:1].copy_(x[:1])

@@ -149,6 +149,10 @@ class _Backward:
 
         by_const, self.carry_cts, by_row = self.pull(steps, carry, rows, self.carry_cts, cts)
         self._add_consts(by_const)
+        if stop == scan.length and not (self.batched or scan.over):
+            for i, x in enumerate(self.xs):
+                if all([row[i] is not None for row in by_row]):
+                    self.x_grads[i] = torch.empty_like(x)  # every row of which is put
         for k, row in zip(range(start, stop), by_row, strict=True):
             self._put(scan.at(k), row)
         self.scan.tell("reverse", range(stop - 1, start - 1, -1))
@@ -264,6 +268,8 @@ class _Backward:
     def _put(self, at: int, row: list[torch.Tensor | None]) -> None:
         for i, grad in enumerate(row):
             if grad is None:
+                if (whole := self.x_grads[i]) is not None:
+                    whole.select(0, at).zero_()
                 continue
             if self.batched and is_batched_anyhow(grad):  # rows are kept apart and stacked at the end
                 self.x_rows.setdefault(i, {})[at] = grad
