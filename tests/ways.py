@@ -631,15 +631,23 @@ def inside_checkpoint(model: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args: checkpoint(model, *args, use_reentrant=False)
 
 
-def with_buffers(run: Pass, step: dict[str, Any]) -> Seen:
-    """`functional_call` with parameters and buffers, which a training step of `torch.func` writes to."""
-    x, y = run.inputs(step)
-    buffers = {name: b.clone() for name, b in run.model.named_buffers()}
+def with_buffers(transform: Callable[..., Any], copies: int = 0) -> Callable[..., Seen]:
+    """`functional_call` with parameters and buffers, which a training step of `torch.func` writes to;
+    `copies`: of how many models at once."""
 
-    def loss(own: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
-        return total([functional_call(run.model, (own, buffers), (x.detach(), y))])
+    def way(run: Pass, step: dict[str, Any]) -> Seen:
+        x, y = run.inputs(step)
+        own, buffers = parameters(run), {name: b.clone() for name, b in run.model.named_buffers()}
+        if copies:
+            own = {name: torch.stack([p * (1 + 0.1 * k) for k in range(copies)]) for name, p in own.items()}
+            buffers = {name: torch.stack([b] * copies) for name, b in buffers.items()}
 
-    return {"derivatives": grad(loss)(parameters(run), buffers), "buffers": buffers}
+        def loss(own: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
+            return total([functional_call(run.model, (own, buffers), (x.detach(), y))])
+
+        return {"derivatives": transform(loss, own, buffers), "buffers": buffers}
+
+    return way
 
 
 def scanned(model: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -715,7 +723,14 @@ WAYS: dict[str, Callable[..., Seen]] = {
             lambda x: vmap(loss, (0, None), randomness=run.randomness)(torch.stack([x, x.flip(0)]), y).sum()
         )(x)
     ),
-    "buffers": with_buffers,
+    "buffers": with_buffers(lambda loss, own, buffers: grad(loss)(own, buffers)),
+    "buffers_vmap": with_buffers(lambda loss, own, buffers: vmap(grad(loss))(own, buffers), copies=2),
+    "buffers_hessian": with_buffers(lambda loss, own, buffers: jacfwd(jacrev(loss))(own, buffers)),
+    "buffers_grad": with_buffers(
+        lambda loss, own, buffers: grad(lambda p, b: total([g.square() for g in grad(loss)(p, b).values()]))(
+            own, buffers
+        )
+    ),
     "in_checkpoint": around(inside_checkpoint),
     "in_scan": around(scanned),
     "counted": counted,

@@ -256,3 +256,78 @@ def torch_cond_in_torch_cond(m, x, y):
     inner = R(lambda x: torch.sin(torch.sin(x) @ m.w), "matmuls")
     deep = lambda x: COND(x.sum() > 5, lambda x: x.exp(), inner, x).cos()  # noqa: E731
     return COND(x.sum() > -99, deep, torch.tanh, x) * y
+
+
+STATES = "buffers/nothing buffers_vmap/nothing buffers_hessian/nothing buffers_grad/nothing"
+
+
+@program("", "nests buffers modules", found=STATES)
+def two_batch_norms_in_regions(m, x, y):
+    h = R(lambda x: x + m.bn(m.lin(x)).tanh())(x)
+    return R(lambda x: x + m.bn(m.lin(x)).tanh())(h) * y
+
+
+@program("", "nests buffers", found=STATES)
+def mean_read_written_and_read(m, x, y):
+    def ema(x):
+        before = x * m.mean.clone()
+        with torch.no_grad():
+            m.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return before + x.sin() * m.mean.clone()
+
+    return R(ema)(R(ema)(x @ m.w).tanh()) * y
+
+
+@program("", "nests buffers", found=STATES)
+def counter_that_scales_in_regions(m, x, y):
+    def scaled(x):
+        m.steps += 1
+        return x * x * m.steps.clone()
+
+    return R(lambda x: R(scaled)(x @ m.w).sin())(x) * y
+
+
+@program("", "nests buffers writes", found=STATES)
+def state_among_the_arguments(m, x, y):
+    """Read, written whole and in part, and read again."""
+
+    def running(x, mean, count):
+        first = x * mean.clone()
+        with torch.no_grad():
+            mean.lerp_(x.mean(0), 0.1)
+            mean[:2].mul_(2)
+            count += 1
+        return first.sin() + (x * mean.clone()).tanh() / count.clone()
+
+    return R(running)(R(running)(x @ m.w, m.mean, m.steps), m.mean, m.steps) * y * m.mean.clone()
+
+
+@program("", "nests buffers writes", found=STATES)
+def parts_of_a_state_among_the_arguments(m, x, y):
+    def layer(x, part, mean):
+        with torch.no_grad():
+            part.add_(x.mean())
+        return x.sin() * mean.clone() * part.clone().sum()
+
+    return R(lambda x, mean: R(layer)(x, mean[1:], mean) * 1.5)(x @ m.w, m.mean) * y
+
+
+@program("", "nests buffers writes", found="backward/nothing buffers/nothing")
+def state_that_carries_a_derivative(m, x, y):
+    def weighted(x, mean):
+        first = x * mean.clone()
+        mean.copy_(0.9 * mean + x.mean(0))
+        return first.sin() + (x * mean.clone()).tanh()
+
+    return R(weighted)(x, m.mean.clone()) * y
+
+
+@program("", "turns nests writes")
+def arguments_that_share_memory_in_some_calls(m, x, y):
+    def step(x, a, b):
+        with torch.no_grad():
+            a.mul_(2)
+        return x.sin() * b.clone()
+
+    a = m.scale.detach().clone()
+    return R(step)(x, a, a[:] if m.on1 else a.clone()) * y

@@ -196,10 +196,20 @@ OTHERWISE = (
         "a region that torch.func differentiates twice refuses `.data` (docs/limits.md)",
     ),
     Expected(
+        "buffers_grad",
+        "parts_of_a_state_among_the_arguments",
+        "same failed",
+        "derivatives|",
+        "open, and silent: a derivative through a view that is written without gradients, in a region in a "
+        "region under two levels that differentiate in reverse",
+    ),
+    Expected(
         LEVELS,
         "buffer_that_is_written_later buffers_that_come_to_overlap statistics_that_are_frozen "
         "memory_that_layers_share_or_do_not alias_of_numpys_in_later_calls constant_of_another_sign "
-        "begun_again_amid_writes_and_draws hooks_before_a_transform",
+        "begun_again_amid_writes_and_draws hooks_before_a_transform two_batch_norms_in_regions "
+        "mean_read_written_and_read counter_that_scales_in_regions state_among_the_arguments "
+        "parts_of_a_state_among_the_arguments",
         "same invalid refused",
         "",
         "torch.func refuses writes to captured tensors, and hooks; and torch its own formula for copysign",

@@ -48,17 +48,6 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(("way", "made_inside", "policy"), crossed(WAYS, [False, True], POLICIES))
-def test_inside_inference_mode(way, made_inside, policy):
-    region, run, x = remat(field, policy=policy), WAYS[way], rand(3)
-    with torch.inference_mode():
-        x = x * 1.0 if made_inside else x
-        want = run(field, x)
-        for _ in range(2):
-            torch.testing.assert_close(run(region, x), want)
-        torch.testing.assert_close(run(lambda x: remat(lambda x: region(x))(x), x), want)
-
-
 @pytest.mark.parametrize(("way", "policy"), crossed(WAYS, POLICIES, every=2))
 def test_an_inference_tensor_as_operand(way, policy):
     """Features of a frozen encoder, captured and passed."""

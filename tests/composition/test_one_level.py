@@ -126,22 +126,6 @@ def test_the_function_runs_once(way: str) -> None:
         assert len(calls) == 1
 
 
-@pytest.mark.parametrize("randomness", ["same", "different"])
-@pytest.mark.parametrize("policy", ["nothing", "matmuls"])
-def test_dropout_is_drawn_as_without_regions(policy: str, randomness: str) -> None:
-    def noisy(w: Tensor, x: Tensor) -> Tensor:
-        return F.dropout(torch.tanh(x @ w), 0.5) @ w * torch.rand_like(x)
-
-    def run(f: Any) -> Any:
-        torch.manual_seed(0)
-        batched = vmap(grad(summed(f)), (None, 0), randomness=randomness)(W, XS)
-        return batched, grad(summed(f))(W, X), torch.rand(3)
-
-    region = remat(noisy, policy=POLICIES[policy])
-    for _ in range(3):
-        torch.testing.assert_close(run(region), run(noisy), rtol=0, atol=0)
-
-
 FORMULAS = {
     "solve": lambda w, x: torch.linalg.solve(w @ w.T + 9 * torch.eye(6, dtype=w.dtype), x.T).T,
     "group norm": lambda w, x: F.group_norm((x @ w)[:, :, None], 2).squeeze(-1),
@@ -194,21 +178,6 @@ def test_a_backward_at_the_level_records_nothing_of_what_is_recomputed(around: s
     assert peak(remat(wide)) < 0.45 * peak(wide)
 
 
-def test_parameters_that_plain_autograd_differentiates_too() -> None:
-    w = W.clone().requires_grad_()
-    captured = W.clone().requires_grad_()
-    for f in (lambda x: block(w, x), lambda x, own=captured: block(own, x)):
-        for of in (w, captured):
-            want = grad(lambda x, f=f: f(x).sum())(X)
-            got = grad(lambda x, f=f: remat(f)(x).sum())(X)
-            torch.testing.assert_close(got, want)
-            if want.requires_grad:
-                wanted = torch.autograd.grad(want.sin().sum(), of, allow_unused=True)
-                torch.testing.assert_close(
-                    torch.autograd.grad(got.sin().sum(), of, allow_unused=True), wanted
-                )
-
-
 def test_one_region_with_one_derivative_and_two() -> None:
     region = remat(block)
     for _ in range(2):
@@ -248,21 +217,6 @@ def test_with_nothing_to_reverse_the_function_runs_as_it_is(way: str) -> None:
 
     torch.testing.assert_close(run(remat(f)), run(block), rtol=0, atol=0)
     assert seen == [0]
-
-
-def test_written_arguments_and_raw_memory_keep_what_torch_keeps_once() -> None:
-    """What a frame does not serve: the first call holds all, later ones run the function again below."""
-
-    def writes(w: Tensor, x: Tensor) -> Tensor:
-        h = x * 1
-        return remat(lambda h: h.mul_(2).sin() @ w)(h) * h
-
-    def plain(w: Tensor, x: Tensor) -> Tensor:
-        h = x * 1
-        return (h.mul_(2).sin() @ w) * h
-
-    for _ in range(3):
-        torch.testing.assert_close(grad(summed(writes), (0, 1))(W, X), grad(summed(plain), (0, 1))(W, X))
 
 
 def test_parameters_that_are_frozen_and_trained_in_turns() -> None:

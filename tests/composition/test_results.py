@@ -92,3 +92,17 @@ def test_a_derivative_written_to_an_argument_is_kept_at_one_level_and_refused_wh
             continue
         with pytest.raises(RematError, match="writes what carries a derivative"):
             grad(lambda x: grad(lambda x: region(x).sum())(x).sum())(X)
+
+
+def test_a_write_into_what_is_differentiated() -> None:
+    def loss(r: Any) -> Any:
+        def of(x: Tensor) -> Tensor:
+            y = x * 1
+            return (r(lambda x: x.mul_(2).sin())(y) * y).sum()
+
+        return of
+
+    for transform in (FUNC.grad, FUNC.hessian, FUNC.jacfwd):
+        torch.testing.assert_close(transform(loss(remat))(X), transform(loss(lambda f: f))(X), rtol=0, atol=0)
+    with pytest.raises(RematError, match="which is an argument that is differentiated"):
+        loss(remat)(X.clone().requires_grad_())
