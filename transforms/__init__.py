@@ -75,6 +75,7 @@ from remat.transforms.ops import (
     memory_of,  # the storage object of a tensor, which lives as long as its memory
     metadata,  # the results of an op with their tensors replaced by their metadata
     metas,  # the metadata of the tensors among an op's results
+    shape_of,  # the sizes of a tensor; of a nested one those that its parts have in common
     span,  # how many elements of memory lie between the first and the last one of a tensor
     targets,  # the tensors that a call writes to
     tensors_in,  # the tensors among the arguments or results of an op

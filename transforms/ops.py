@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from remat.transforms.caches import BoundedCache
-from remat.transforms.compat import COMPILED_CODE, OpOverload, functions_as_they_are
+from remat.transforms.compat import COMPILED_CODE, OpOverload, functions_as_they_are, is_strided
 from remat.transforms.objects import attributes, is_tensor
 from remat.transforms.placeholders import Meta
 from remat.transforms.pytree import flatten
@@ -176,13 +176,20 @@ def tensors_in(values: Any) -> Iterable[torch.Tensor]:
         yield from tensors_in(tuple(values.values()))
 
 
+def shape_of(tensor: torch.Tensor) -> torch.Size:
+    """The sizes of a tensor; of a nested one those that its parts have in common, and how many numbers."""
+    if not tensor.is_nested:
+        return tensor.shape
+    sizes = (tensor.size(0),) if tensor.layout is torch.strided else tensor.shape
+    # (Each jagged tensor has a symbol of its own among its sizes.)
+    return torch.Size([n for n in (*sizes, tensor.numel()) if type(n) is int])
+
+
 def metadata(out: Any) -> Any:
     """`out` with its tensors replaced by their metadata."""
     if is_tensor(out):
-        if out.layout is torch.strided and not out.is_nested:
-            return Meta((out.shape, out.stride(), out.dtype, out.device))
-        shape = torch.Size((out.size(0), out.numel())) if out.layout is torch.strided else out.shape
-        return Meta((shape, None, out.dtype, out.device))
+        stride = out.stride() if is_strided(out) else None
+        return Meta((shape_of(out), stride, out.dtype, out.device))
     if isinstance(out, (tuple, list)):
         return type(out)([metadata(v) for v in out])
     return out

@@ -1,6 +1,6 @@
-"""Tensors of torch.distributed that wrap this process's: a `DTensor`, a collective's result on its way.
+"""Tensors that wrap others: a `DTensor`, a collective's result on its way, a jagged tensor.
 
-A region sees the local program: the ops on local tensors, collectives among them.
+A region sees the local program: the ops on the tensors inside, collectives among them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from remat.transforms.compat import ragged_again
+
 # Tensors of these classes are no wrappers: a call is saved where that is asked of every tensor.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WRAPPING = ("torch.distributed", "torch.nested")
 # Classes that were met, and whether they are such wrappers.
 _wrappers: dict[type, bool] = {}
 
@@ -21,7 +24,7 @@ def is_wrapper(kind: type) -> bool:
     known = _wrappers.get(kind)
     if known is None:
         known = _wrappers[kind] = any(
-            base.__module__.startswith("torch.distributed") and "__tensor_flatten__" in vars(base)
+            base.__module__.startswith(_WRAPPING) and "__tensor_flatten__" in vars(base)
             for base in kind.__mro__
         )
     return known
@@ -97,6 +100,8 @@ class Wrapper:
             else:
                 inner[name] = nested._around(parts) if isinstance(nested, Wrapper) else nested[0]
         build: Any = self._build
+        if "_offsets" in inner:
+            ragged_again(inner.get("_lengths", inner["_offsets"]), self._shape[self._context["ragged_idx"]])
         made = build.__tensor_unflatten__(inner, self._context, self._shape, self._stride)
         if self._completed is not None:
             made.completed = self._completed
@@ -105,4 +110,6 @@ class Wrapper:
     def signature(self) -> Any:
         """What is alike for wrappers that are alike."""
         inner = [n.signature() if isinstance(n, Wrapper) else n for n in self._nested]
-        return self._build, self._shape, self._stride, self._completed, str(self._context), str(inner)
+        # (A jagged tensor has a symbol of its own among its sizes.)
+        sizes = tuple([n for n in (*self._shape, *self._stride) if type(n) is int])
+        return self._build, sizes, self._completed, str(self._context), str(inner)

@@ -1,12 +1,14 @@
 """Code that is common in models and that checkpoints refuse, count twice or die of: as without remat."""
 
 import functools
+import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.dlpack
 
-from remat import checkpoint_policy, remat, save_matmuls, save_nothing
+from remat import checkpoint_policy, offload, remat, save_everything, save_matmuls, save_nothing
 from tests.helpers import crossed, same
 
 D = torch.float64
@@ -37,6 +39,60 @@ def test_jagged_tensors_in_and_out(policy):
         found.append(nested.grad.values())
     same(found[0], found[2], 0.0)
     same(found[1], found[2], 0.0)
+
+
+def jagged(x, lengths):
+    return torch.nested.nested_tensor_from_jagged(x.tanh(), torch.tensor([0, *itertools.accumulate(lengths)]))
+
+
+def attention(x, lengths):
+    heads = jagged(x, lengths).unflatten(-1, [2, 2]).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads.sin(), heads.cos()).transpose(1, 2).flatten(-2)
+
+
+def listed(x, lengths):
+    parts = list(torch.split(x.tanh(), lengths))
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged).sin().exp()
+
+
+def with_its_offsets(x, lengths):
+    rows = jagged(x, lengths)
+    return rows * torch.nested.nested_tensor_from_jagged(rows.values().sin(), rows.offsets())
+
+
+JAGGED = {
+    "elementwise": lambda x, lengths: (jagged(x, lengths).sin() * jagged(x, lengths).cos().values()[0]).exp(),
+    "norm": lambda x, lengths: F.layer_norm(jagged(x, lengths), (4,)).relu(),
+    "softmax": lambda x, lengths: torch.softmax(jagged(x, lengths) * 2, 1).sin(),
+    "dropout": lambda x, lengths: F.dropout(jagged(x, lengths).sin(), 0.5).sin(),
+    "padded": lambda x, lengths: jagged(x, lengths).sin().to_padded_tensor(0.0).cos(),
+    "in place": lambda x, lengths: jagged(x, lengths).sin().mul_(2).cos(),
+    "attention": attention,
+    "listed": listed,
+    "with its offsets": with_its_offsets,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    crossed(JAGGED, [save_nothing, save_matmuls, save_everything, offload(save_matmuls)], every=2),
+)
+def test_jagged_tensors_made_inside(name, policy):
+    """Each run makes offsets of its own, and the sizes that they stand for are those of the forward.
+
+    (torch's checkpoint refuses these: the symbols differ.)
+    """
+    region = remat(JAGGED[name], policy=policy)
+    for lengths in ([2, 4], [2, 4], [3, 3], [1, 2, 3]):
+        found = []
+        for fn in (region, JAGGED[name]):
+            torch.manual_seed(0)
+            x = torch.linspace(-1, 1, 24, dtype=D).view(6, 4).requires_grad_()
+            out = fn(x, lengths)
+            (out.values() if out.is_nested else out).square().sum().backward()
+            found.append(x.grad)
+        same(found[0], found[1], 0.0)
 
 
 # -- precision islands under autocast -----------------------------------------------------------------------

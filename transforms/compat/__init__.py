@@ -12,7 +12,7 @@ from remat.transforms.compat.ambient import (
     function_state,  # whether torch functions ask their modes and subclasses
     functions_as_they_are,  # a context without torch-function modes
     functions_off,  # that state where they do not
-    is_strided,  # whether `value` is a tensor with one block of memory behind it
+    is_strided,  # whether `value` is a tensor with strides
     modules_watched,  # whether any global module hook is set
     ordinary,  # tensors of the same memories that were not made in inference mode
     outside_inference,  # whether ops here are not those of inference mode
@@ -197,5 +197,6 @@ from remat.transforms.compat.patches import (
 from remat.transforms.compat.sharding import (
     bookkeeping_aside,  # how wrappers of modules are to run what is for ends of their own
     groups_in,  # the groups that a collective is called with
+    ragged_again,  # let lengths made again stand for the same ragged size
     sharding_aside,  # how DTensor is to run what it propagates shardings by
 )

@@ -1,4 +1,5 @@
-"""What torch.distributed runs for its own ends, which is no part of a program.
+"""What torch.distributed runs for its own ends, which is no part of a program; and what wrappers of local
+tensors keep apart from these.
 
 Private names of torch, each with its reason. Tried on 2.11.0, 2.13.0 and 2.15.0 (CPU).
 """
@@ -104,3 +105,13 @@ def groups_in(op: Any, args: Any) -> set[str]:
     kinds = [arg._type().qualified_name().rpartition(".")[2] for arg in boxed]  # type: ignore[attr-defined]
     pairs = zip(boxed, kinds, strict=True)
     return {ProcessGroup.unbox(arg).group_name for arg, kind in pairs if kind == "ProcessGroup"}
+
+
+def ragged_again(lengths: torch.Tensor, size: Any) -> None:
+    """Let `lengths`, or offsets, that were made again stand for the same ragged size of jagged tensors.
+
+    Torch gives each tensor of offsets a symbol of its own, and holds gradients against the forward's.
+    """
+    from torch.nested._internal.nested_tensor import _tensor_symint_registry
+
+    _tensor_symint_registry[lengths] = size

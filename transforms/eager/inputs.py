@@ -14,7 +14,7 @@ from remat.transforms.compat import modules_watched, state_of, top_hooks, withou
 from remat.transforms.context import active
 from remat.transforms.intermediates import again, current, marks
 from remat.transforms.objects import plain_of
-from remat.transforms.ops import lies
+from remat.transforms.ops import lies, shape_of
 from remat.transforms.pytree import flatten, split, unflatten
 from remat.transforms.region import Region
 from remat.transforms.sharded import PLAIN, Wrapper, local_tensors, wraps
@@ -87,9 +87,9 @@ class Inputs:
         shapes = tuple(
             [
                 (t.shape, t.dtype, t.requires_grad, None)
-                if t.layout is _strided and t.is_contiguous()
-                else (t.shape, t.dtype, t.requires_grad, lies(t))
-                for t in self.tensors
+                if t.layout is _strided and not t.is_nested and t.is_contiguous()
+                else (shape_of(t), t.dtype, t.requires_grad, lies(t))
+                for t in ((*self.tensors, *self.local) if self.wrappers else self.tensors)
             ]
         )
         training = getattr(self.region.function, "training", None)

@@ -85,7 +85,12 @@ class KeptValues(Mode):
         fresh = node.root < 0 or node.root == at or node.root in self.tape.last_write
         root = None if fresh else self.kept.get(node.root)
         source = self.outside[-1 - node.root] if node.name == INPUT and node.root < 0 else None
-        return untracked(map_tensors, lambda tensor: send(tensor, root, source), out)
+
+        def sent(tensor: torch.Tensor) -> Any:
+            # (What has no strides, as sparse tensors, stays where it is.)
+            return send(tensor, root, source) if is_strided(tensor) else tensor.detach()
+
+        return untracked(map_tensors, sent, out)
 
     def shared(self, ops: Iterable[int]) -> list[torch.Tensor]:
         """The results of these ops that somebody else has, too, and may write to."""

@@ -132,8 +132,8 @@ class Paths:
         calls = _calls(self.key)
         _SEEN.pop(_rough(self.key), None)
         calls.paths = None
-        if is_tracing() or any(isinstance(n, torch.SymInt) for o in tape.outside for n in o.meta[0]):
-            # Sizes may be symbols there, as those of jagged tensors are. It is looked at anew next time.
+        if is_tracing():
+            # Sizes may be symbols there. It is looked at anew next time.
             calls.graph = None
             return
         before = calls.learned or ()

@@ -33,6 +33,7 @@ from remat.transforms import (
     lies,
     name_of,
     names_of,
+    shape_of,
     slots,
 )
 from remat.transforms.compat import is_fake
@@ -160,7 +161,7 @@ class _Look:
                 found += (kind, value)
             elif (kind is torch.Tensor or kind is torch.nn.Parameter) and (number := id(value)) not in seen:
                 seen[number] = len(seen)
-                found += (kind, value.shape, lies(value), value.dtype, value.device, value.requires_grad)
+                found += (kind, shape_of(value), lies(value), value.dtype, value.device, value.requires_grad)
                 try:
                     found.append(value.is_leaf)
                 except RuntimeError:
@@ -178,7 +179,14 @@ class _Look:
             held = _STALE
         # As `each` writes them.
         kind = torch.Tensor if is_fake(tensor) and kind is not torch.nn.Parameter else kind
-        self.found += (kind, tensor.shape, lies(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
+        self.found += (
+            kind,
+            shape_of(tensor),
+            lies(tensor),
+            tensor.dtype,
+            tensor.device,
+            tensor.requires_grad,
+        )
         self.found.append(held)
 
     def _loosely(self, look: Callable[[Any], None], value: Any) -> None:

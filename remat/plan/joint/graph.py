@@ -389,7 +389,7 @@ def _trace(
         if is_tensor(leaf) and id(leaf) not in fakes:
             held = isinstance(leaf, torch.nn.Parameter) or at in known
             held |= id(leaf) not in direct and leaf.requires_grad and leaf.is_leaf
-            # Torch has no stand-ins for some: jagged ones whose sizes nobody has traced.
+            # Torch has no stand-ins for some: nested ones of the strided layout.
             with refused(fn, lambda: recorder.last):
                 fakes[id(leaf)] = _stand_in(leaf, mode)
             recorder.add(fakes[id(leaf)], "parameter" if held else "argument")
