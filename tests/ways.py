@@ -733,6 +733,7 @@ WAYS: dict[str, Callable[..., Seen]] = {
     ),
     "in_checkpoint": around(inside_checkpoint),
     "in_scan": around(scanned),
+    "result_written": around(lambda model: lambda *args: model(*args).add_(1)),
     "counted": counted,
     "cloned": under_hooks(lambda t: t.clone(), lambda t: t),
     "on_cpu": around(lambda model: on_cpu(model)),

@@ -12,28 +12,6 @@ from tests.bank.library import COND, LOOP, SCAN, UNSEEN, Early, R
 from tests.bank.program import program
 
 
-@program("", "nests captures torch.func buffers draws")
-def begun_again_amid_writes_and_draws(m, x, y):
-    """A captured tensor that no walk finds is met amid the run: buffers and streams count it once."""
-    hidden = iter([m.scale * 3] * 9)
-
-    def fn(x):
-        m.steps.add_(1)
-        m.queue[1:3].add_(m.steps)
-        z = next(hidden)
-        by = grad(lambda a: (a.sin() * z.detach() / m.steps).sum())(x)
-        return by * z * m.steps + m.queue.sum() + x * torch.rand(4, generator=m.generator, dtype=x.dtype)
-
-    return R(fn)(x) * y
-
-
-@program("", "nests captures draws", found="vmap/nothing plain_over_vmap/nothing")
-def begun_again_before_a_draw(m, x, y):
-    hidden = iter([m.scale * 3] * 99)
-    drawn = lambda x: x.sin() * next(hidden) * torch.rand(4, generator=m.generator, dtype=x.dtype)  # noqa: E731
-    return R(drawn)(x) * y
-
-
 @program("", "nests state draws torch.func")
 def seeds_and_states_beside_a_transform(m, x, y):
     def drawn(x):
@@ -45,13 +23,6 @@ def seeds_and_states_beside_a_transform(m, x, y):
         return (x * mask + noise) * grad(lambda a: a.sin().sum())(x)
 
     return R(drawn)(x) * y
-
-
-@program("", "nests scans captures", found="jacrev/nothing hessian/nothing")
-def hidden_tensor_of_a_scan_in_a_region(m, x, y):
-    """`jacrev` pulls back when its level is gone."""
-    hidden = iter([m.scale * 2] * 999)
-    return R(lambda a: SCAN(lambda b: (b * next(hidden)).sin(), a, 2, 1) * 2)(x) * y
 
 
 @program("", "nests scans stores", found="double/nothing")
@@ -164,15 +135,14 @@ def hooks_that_read_what_no_op_saves(m, x, y):
     return R(lambda x: R(hooked)(x, m.scale))(x) + R(hooked)(x, y)
 
 
-@program("", "nests torch.func writes", found="backward/everything grad/everything")
-def kept_result_that_is_written_to(m, x, y):
-    made = R(lambda x: grad(lambda t: t.sin().square().sum())(x) * x * 1, "everything")(x)
-    return made.add_(1).sin() * y
+@program("", "torch.func", found="result_written/everything result_written/ops")
+def result_beside_a_transform(m, x, y):
+    return grad(lambda t: t.sin().square().sum())(x) * x * y
 
 
-@program("", "raw memory nests writes", found="backward/ops")
-def kept_result_beside_unseen_memory(m, x, y):
-    return R(lambda x: (x + UNSEEN(x, 0.5)).sin() * x * 1, "everything")(x).add_(1).sin() * y
+@program("", "raw memory", found="result_written/everything result_written/ops")
+def result_beside_unseen_memory(m, x, y):
+    return (x + UNSEEN(x, 0.5)).sin() * x * y
 
 
 @program("", "nests draws modules")
@@ -331,3 +301,48 @@ def arguments_that_share_memory_in_some_calls(m, x, y):
 
     a = m.scale.detach().clone()
     return R(step)(x, a, a[:] if m.on1 else a.clone()) * y
+
+
+@program("", "raw memory nests buffers writes", found="backward/nothing backward/matmuls")
+def queue_that_is_pushed_around_a_region_inside(m, x, y):
+    """The outer one runs again, where a copy stands in for the queue, which is written to later."""
+
+    def push(h):
+        with torch.no_grad():
+            m.queue.copy_(torch.cat([h.detach()[:1], m.queue[:-1]]))
+        return h
+
+    def outer(h):
+        h = push(h + torch.from_numpy(m.queue[0].numpy().copy()))
+        return push(R(lambda h: h + h * m.queue[1].sin())(h)).sin()
+
+    return R(outer)(x) * y
+
+
+@program("", "raw memory", found="backward/nothing")
+def bits_of_a_value_by_numpy(m, x, y):
+    h = x.detach().exp()
+    bits = torch.from_numpy(h.numpy().view("int64"))
+    return x.sin() * (bits > 0).to(x.dtype) * h
+
+
+@program("", "raw memory", found="backward/nothing")
+def more_memory_filled_than_a_region_holds(m, x, y):
+    for value in (0.5, 1.5, 2.5):
+        made = torch.empty(75_000, dtype=x.dtype)
+        made.numpy().fill(value)
+        x = (x * made[:4]).sin()
+    return x * y
+
+
+@program("", "nests scans modes", found="backward/nothing")
+def scan_that_captures_an_inference_tensor(m, x, y):
+    with torch.inference_mode():
+        t = y.detach().sin()
+    return SCAN(lambda h: torch.tanh(h @ m.w + t), x, 2, 1)
+
+
+@program("", "nests scans numbers draws", found="backward/nothing")
+def scan_whose_later_steps_draw(m, x, y):
+    step = lambda h: h.sin() - 2 if float(h.detach().sum()) > 0 else F.dropout(h, 0.5) + h  # noqa: E731
+    return SCAN(step, x.abs().contiguous() + 1, 3, "all") * y

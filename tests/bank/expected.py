@@ -207,7 +207,8 @@ OTHERWISE = (
         LEVELS,
         "buffer_that_is_written_later buffers_that_come_to_overlap statistics_that_are_frozen "
         "memory_that_layers_share_or_do_not alias_of_numpys_in_later_calls constant_of_another_sign "
-        "begun_again_amid_writes_and_draws hooks_before_a_transform two_batch_norms_in_regions "
+        "hooks_before_a_transform two_batch_norms_in_regions "
+        "queue_that_is_pushed_around_a_region_inside "
         "mean_read_written_and_read counter_that_scales_in_regions state_among_the_arguments "
         "parts_of_a_state_among_the_arguments",
         "same invalid refused",
@@ -216,17 +217,17 @@ OTHERWISE = (
     ),
     Expected(
         LEVELS,
+        "scan_that_captures_an_inference_tensor",
+        "same invalid",
+        "inference|",
+        "torch.func refuses most that was made in inference mode",
+    ),
+    Expected(
+        LEVELS,
         "dual_level_inside",
         "same invalid",
         "Nested forward|",
         "torch has no forward mode in forward mode by plain dual levels",
-    ),
-    Expected(
-        "vjp vjp_twice",
-        "begun_again_before_a_draw",
-        "same refused",
-        "does not repeat|",
-        "a tensor that no walk finds is met amid the run: told, where it could be right",
     ),
     Expected(
         LEVELS,
@@ -304,261 +305,125 @@ OTHERWISE = (
         "a recomputation would write again",
     ),
 )
-# What torch cannot run without remat, either, in any way of these.
-_FUNC = "grad grad_params vmap_grad jvp vjp hessian jacrev jacfwd grad_grad "
-_FUNC += (
-    "third mixed vmap_hessian plain_over_grad plain_over_jvp plain_over_vmap jvp_grad vmap vmap_vmap_grad "
-    "value_and_grad vjp_twice grad_vmap"
-)
-_NO_FUNC = (
-    "batch_norm_before_a_forward_derivative queue_pushed_in_a_region_inside "
-    "delayed_scaling queue_of_features convolution_and_batch_norm "
-    "batch_norm_in_a_region_inside running_mean queue_head queue_shifted batch_norm "
-    "batch_norm_twice mean_lerped queue_flat_view accumulating_backward_inside old_function "
-    "attribute_on_a_context partly_saving_function number_from_numpy raw_fill "
-    "written_through_numpy map_in_place backward_of_a_layer_inside gradient_through_batch_norm "
-    "dirty_function transposed_data layer_that_accumulates_in_its_backward reversible_pair "
-    "data_replaced ring_of_rows numpy_in_a_region_inside data_replaced_in_a_region_inside "
-    "cache_of_a_sobol_sequence late_bound_layers_that_numpy_sees"
-)
-# And by way.
-TORCH = {
-    "backward": ("argument_written"),
-    "twice": ("argument_written"),
-    "double": ("encoder_layer attention_in_torchs_checkpoint attention argument_written"),
-    "partial": ("argument_written"),
-    "accumulate": ("argument_written"),
-    "two_forwards": ("counter_assigned queue_flat_view argument_written"),
-    "reversed": ("counter_assigned queue_flat_view argument_written"),
-    "drop": ("sparse_product sparse_values_shared argument_written"),
-    "thread": ("argument_written"),
-    "threads": ("argument_written"),
-    "copied": ("dictionary_not_to_be_iterated object_that_answers_nothing argument_written"),
-    "again": ("counter_assigned queue_flat_view argument_written"),
-    "update": ("argument_written"),
-    "batched": (
-        "tiles_that_accumulate hook_that_notes sparse_product sparse_values_shared "
-        "layer_that_accumulates_in_its_backward reversible_pair argument_written"
+# What torch cannot run without remat, either: ways, by the names of groups of them, and programs.
+GROUPS = {
+    "FUNC": (
+        "grad grad_grad grad_params grad_vmap hessian jacfwd jacrev jvp jvp_grad mixed plain_over_grad "
+        "plain_over_jvp plain_over_vmap third value_and_grad vjp vjp_twice vmap vmap_grad vmap_hessian "
+        "vmap_vmap_grad"
     ),
-    "anomaly": ("argument_written"),
-    "forward_ad": (
-        "encoder_layer attention_by_hand mixture_of_experts gated_linear_unit "
-        "cross_entropy_head queue_of_features attention_in_torchs_checkpoint softmax attention "
-        "logsumexp weight_norm multihead_attention jvp_inside sparse_product out_argument "
-        "old_function attribute_on_a_context partly_saving_function custom_op_with_autograd "
-        "numpy_custom_op raw_fill dirty_function sparse_values_shared "
-        "layer_that_accumulates_in_its_backward reversible_pair argument_written"
+    "REVERSE": (
+        "grad grad_grad jvp_grad plain_over_grad value_and_grad vjp vjp_twice vmap_grad vmap_vmap_grad"
     ),
-    "grad": (
-        "checkpoints_of_torch_around_two_layers checkpoint_of_torch_around_a_region "
-        "attention_in_torchs_checkpoint counter "
-        "counter_assigned mean_read_then_halved queue_slice_transposed retained_gradient "
-        "custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside numpy_copy "
-        "numpy_custom_op hooks_inside save_on_cpu_inside argument_written"
-    ),
-    "grad_params": (
-        "checkpoints_of_torch_around_two_layers checkpoint_of_torch_around_a_region "
-        "attention_in_torchs_checkpoint counter "
-        "counter_assigned mean_read_then_halved queue_slice_transposed retained_gradient "
-        "custom_op_with_autograd checkpoint_of_torch_inside numpy_copy numpy_custom_op "
-        "hooks_inside save_on_cpu_inside argument_written"
-    ),
-    "vmap_grad": (
-        "made_channels_last_inside checkpoints_of_torch_around_two_layers routed_by_a_mask "
-        "lstm moving_average_replaced early_exit "
-        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint logged_probe "
-        "counter counter_assigned mean_read_then_halved queue_slice_transposed bernoulli "
-        "last_result_stored last_mean_stored_after_use history_of_numbers hook_that_notes "
-        "retained_gradient branch_on_a_number gru sparse_product out_argument "
-        "custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside numpy_copy "
-        "numpy_custom_op hooks_inside save_on_cpu_inside instance_norm memory_given_by_set "
-        "sparse_values_shared tiles_that_accumulate argument_written"
-    ),
-    "jvp": (
-        "encoder_layer energy_and_forces attention_in_torchs_checkpoint forces_of_a_region "
-        "attention counter counter_assigned mean_read_then_halved queue_slice_transposed "
-        "sparse_product out_argument forces embedding_renormalized numpy_copy "
-        "sparse_values_shared functional_jvp_inside"
-    ),
-    "vjp": (
-        "checkpoints_of_torch_around_two_layers checkpoint_of_torch_around_a_region "
-        "attention_in_torchs_checkpoint counter "
-        "counter_assigned mean_read_then_halved queue_slice_transposed retained_gradient "
-        "custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside numpy_copy "
-        "numpy_custom_op hooks_inside save_on_cpu_inside argument_written"
-    ),
-    "hessian": (
-        "cache_of_a_draw cache_of_a_draw_before_more_draws encoder_layer moving_average_replaced "
-        "checkpoint_of_torch_around_a_region "
-        "attention_in_torchs_checkpoint attention counter counter_assigned "
-        "mean_read_then_halved queue_slice_transposed cache_by_rows cache_of_the_first "
-        "last_mean_stored_after_use hook_that_notes retained_gradient sparse_product "
-        "out_argument custom_op_with_autograd embedding_renormalized "
-        "checkpoint_of_torch_inside numpy_copy numpy_custom_op hooks_inside save_on_cpu_inside "
-        "sparse_values_shared"
-    ),
-    "jacrev": (
-        "cache_of_a_draw cache_of_a_draw_before_more_draws encoder_layer moving_average_replaced "
-        "checkpoint_of_torch_around_a_region "
-        "attention_in_torchs_checkpoint attention counter counter_assigned "
-        "mean_read_then_halved queue_slice_transposed cache_by_rows cache_of_the_first "
-        "last_mean_stored_after_use retained_gradient sparse_product custom_op_with_autograd "
-        "embedding_renormalized checkpoint_of_torch_inside numpy_copy numpy_custom_op "
-        "hooks_inside save_on_cpu_inside sparse_values_shared"
-    ),
-    "jacfwd": (
-        "encoder_layer energy_and_forces attention_in_torchs_checkpoint forces_of_a_region "
-        "attention counter counter_assigned mean_read_then_halved queue_slice_transposed "
-        "sparse_product out_argument forces embedding_renormalized numpy_copy "
-        "sparse_values_shared"
-    ),
-    "grad_grad": (
-        "cache_of_a_draw cache_of_a_draw_before_more_draws checkpoints_of_torch_around_two_layers "
-        "encoder_layer "
-        "moving_average_replaced checkpoint_of_torch_around_a_region "
-        "attention_in_torchs_checkpoint attention counter counter_assigned "
-        "mean_read_then_halved queue_slice_transposed cache_by_rows cache_of_the_first "
-        "last_mean_stored_after_use retained_gradient custom_op_with_autograd "
-        "embedding_renormalized checkpoint_of_torch_inside numpy_copy numpy_custom_op "
-        "hooks_inside save_on_cpu_inside argument_written"
-    ),
-    "third": (
-        "cache_of_a_draw encoder_layer moving_average_replaced checkpoint_of_torch_around_a_region "
-        "attention_in_torchs_checkpoint attention normalized counter counter_assigned "
-        "mean_read_then_halved queue_slice_transposed cache_by_rows cache_of_the_first "
-        "last_mean_stored_after_use hook_that_notes retained_gradient sparse_product "
-        "out_argument custom_op_with_autograd embedding_renormalized "
-        "checkpoint_of_torch_inside numpy_copy numpy_custom_op hooks_inside save_on_cpu_inside "
-        "sparse_values_shared"
-    ),
-    "mixed": (
-        "cache_of_a_draw cache_of_a_draw_before_more_draws encoder_layer moving_average_replaced "
-        "checkpoint_of_torch_around_a_region "
-        "attention_in_torchs_checkpoint counter counter_assigned mean_read_then_halved "
-        "queue_slice_transposed cache_by_rows cache_of_the_first last_mean_stored_after_use "
-        "retained_gradient custom_op_with_autograd checkpoint_of_torch_inside numpy_copy "
-        "numpy_custom_op hooks_inside save_on_cpu_inside argument_written"
-    ),
-    "vmap_hessian": (
-        "cache_of_a_draw cache_of_a_draw_before_more_draws encoder_layer routed_by_a_mask lstm "
-        "moving_average_replaced early_exit "
-        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint logged_probe "
-        "attention counter counter_assigned mean_read_then_halved queue_slice_transposed "
-        "bernoulli cache_by_rows cache_of_the_first last_result_stored "
-        "last_mean_stored_after_use history_of_numbers hook_that_notes retained_gradient "
-        "branch_on_a_number gru sparse_product out_argument custom_op_with_autograd "
-        "embedding_renormalized checkpoint_of_torch_inside numpy_copy numpy_custom_op "
-        "hooks_inside save_on_cpu_inside instance_norm memory_given_by_set "
-        "sparse_values_shared"
-    ),
-    "linearize": (
-        "encoder_layer early_exit attention_in_torchs_checkpoint logged_probe attention "
-        "history_of_numbers jvp_inside branch_on_a_number sparse_product out_argument "
-        "old_function attribute_on_a_context partly_saving_function raw_fill dirty_function "
-        "sparse_values_shared layer_that_accumulates_in_its_backward reversible_pair"
-    ),
-    "plain_over_grad": (
-        "checkpoints_of_torch_around_two_layers encoder_layer "
-        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint "
-        "attention counter counter_assigned mean_read_then_halved queue_slice_transposed "
-        "retained_gradient custom_op_with_autograd embedding_renormalized "
-        "checkpoint_of_torch_inside numpy_copy numpy_custom_op hooks_inside save_on_cpu_inside "
-        "argument_written"
-    ),
-    "plain_over_jvp": (
-        "encoder_layer energy_and_forces checkpoint_of_torch_around_a_region "
-        "attention_in_torchs_checkpoint forces_of_a_region attention counter counter_assigned "
-        "mean_read_then_halved queue_slice_transposed sparse_product out_argument forces "
-        "embedding_renormalized checkpoint_of_torch_inside numpy_copy sparse_values_shared "
-        "argument_written"
-    ),
-    "plain_over_vmap": (
-        "routed_by_a_mask lstm moving_average_replaced energy_and_forces early_exit "
-        "made_channels_last_inside checkpoint_of_torch_around_a_region "
-        "checkpoints_of_torch_around_two_layers attention_in_torchs_checkpoint forces_of_a_region "
-        "logged_probe scripted_module bernoulli last_result_stored last_mean_stored_after_use "
-        "history_of_numbers branch_on_a_number gru out_argument forces checkpoint_of_torch_inside "
-        "instance_norm memory_given_by_set tiles_that_accumulate data_scaled functional_jvp_inside"
-    ),
-    "vmap_vmap_grad": (
-        "routed_by_a_mask lstm moving_average_replaced early_exit made_channels_last_inside "
-        "result_written_in_place checkpoint_of_torch_around_a_region "
-        "checkpoints_of_torch_around_two_layers attention_in_torchs_checkpoint "
-        "name_of_what_is_written_later logged_probe counter counter_assigned mean_read_then_halved "
-        "queue_slice_transposed bernoulli normal_around cache_of_the_first last_result_stored "
-        "last_mean_stored_after_use history_of_numbers hook_that_notes retained_gradient "
-        "branch_on_a_number number_from_a_list boolean_mask sum_of_a_mask gru sparse_product "
-        "out_argument custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside "
-        "numpy_copy numpy_custom_op hooks_inside save_on_cpu_inside instance_norm "
-        "memory_given_by_set sparse_values_shared tiles_that_accumulate scaled_in_place "
-        "empty_filled_by_halves row_of_transpose masked_fill narrow_added_to indices_copied "
-        "scattered augmented_assignments lerp_and_addcmul view_before_a_write index_put_accumulates "
-        "list_of_one_memory argument_written functional_jvp_inside"
-    ),
-    "jvp_grad": (
-        "cache_of_a_draw cache_of_a_draw_before_more_draws checkpoints_of_torch_around_two_layers "
-        "encoder_layer "
-        "moving_average_replaced checkpoint_of_torch_around_a_region "
-        "attention_in_torchs_checkpoint attention counter counter_assigned "
-        "mean_read_then_halved queue_slice_transposed cache_by_rows cache_of_the_first "
-        "last_mean_stored_after_use retained_gradient sparse_product out_argument "
-        "custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside numpy_copy "
-        "numpy_custom_op hooks_inside save_on_cpu_inside sparse_values_shared argument_written"
-    ),
-    "vmap": (
-        "data_scaled routed_by_a_mask lstm moving_average_replaced energy_and_forces early_exit "
-        "made_channels_last_inside forces_of_a_region logged_probe scripted_module bernoulli "
-        "last_result_stored last_mean_stored_after_use history_of_numbers branch_on_a_number "
-        "gru out_argument forces instance_norm memory_given_by_set"
-    ),
-    "value_and_grad": (
-        "checkpoints_of_torch_around_two_layers checkpoint_of_torch_around_a_region "
-        "attention_in_torchs_checkpoint counter "
-        "counter_assigned mean_read_then_halved queue_slice_transposed retained_gradient "
-        "custom_op_with_autograd embedding_renormalized checkpoint_of_torch_inside numpy_copy "
-        "numpy_custom_op hooks_inside save_on_cpu_inside argument_written"
-    ),
-    "vjp_twice": (
-        "checkpoint_of_torch_around_a_region checkpoints_of_torch_around_two_layers "
-        "attention_in_torchs_checkpoint counter counter_assigned mean_read_then_halved "
-        "queue_slice_transposed retained_gradient custom_op_with_autograd "
-        "embedding_renormalized checkpoint_of_torch_inside numpy_copy numpy_custom_op "
-        "hooks_inside save_on_cpu_inside argument_written"
-    ),
-    "grad_vmap": (
-        "made_channels_last_inside checkpoints_of_torch_around_two_layers routed_by_a_mask "
-        "lstm moving_average_replaced energy_and_forces early_exit "
-        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint forces_of_a_region "
-        "logged_probe scripted_module counter counter_assigned mean_read_then_halved "
-        "queue_slice_transposed bernoulli last_result_stored last_mean_stored_after_use "
-        "history_of_numbers branch_on_a_number gru out_argument forces custom_op_with_autograd "
-        "embedding_renormalized checkpoint_of_torch_inside numpy_copy numpy_custom_op "
-        "hooks_inside save_on_cpu_inside instance_norm memory_given_by_set data_scaled"
-    ),
-    "buffers": (
-        "cache_of_a_sobol_sequence late_bound_layers_that_numpy_sees numpy_in_a_region_inside "
-        "data_replaced_in_a_region_inside "
-        "checkpoints_of_torch_around_two_layers energy_and_forces "
-        "checkpoint_of_torch_around_a_region attention_in_torchs_checkpoint "
-        "forces_of_a_region accumulating_backward_inside forces old_function "
-        "attribute_on_a_context partly_saving_function checkpoint_of_torch_inside numpy_copy "
-        "number_from_numpy raw_fill written_through_numpy map_in_place "
-        "backward_of_a_layer_inside gradient_through_batch_norm hooks_inside "
-        "save_on_cpu_inside dirty_function layer_that_accumulates_in_its_backward "
-        "reversible_pair argument_written data_replaced"
-    ),
-    "in_checkpoint": ("transform_inside_over_a_region implicit_step gradient_inside argument_written"),
-    "in_scan": ("queue_flat_view counter_assigned argument_written"),
-    "counted": ("transform_inside_over_a_region implicit_step gradient_inside argument_written"),
-    "cloned": ("implicit_step transform_inside_over_a_region gradient_inside argument_written"),
-    "on_cpu": ("transform_inside_over_a_region implicit_step gradient_inside argument_written"),
-    # A backward of its own gives weights their gradients: the wrapper takes that for a second use.
-    "two_ranks": "layer_that_accumulates_in_its_backward tiles_that_accumulate reversible_pair",
+    "HIGHER": "grad_grad hessian jacrev jvp_grad mixed third vmap_hessian",
+    "BATCHES": "grad_vmap plain_over_vmap vmap vmap_grad vmap_hessian vmap_vmap_grad",
+    "HOOKS": "cloned counted in_checkpoint on_cpu",
 }
-REFUSED = {
-    way: frozenset([*names.split(), *(_NO_FUNC.split() if way in _FUNC.split() else ())])
-    for way, names in {**dict.fromkeys(_FUNC.split(), ""), **TORCH}.items()
-}
+TORCH = (
+    (
+        "REVERSE HOOKS accumulate again anomaly backward batched buffers copied double drop forward_ad "
+        "grad_params in_scan mixed partial plain_over_jvp reversed thread threads twice two_forwards "
+        "update",
+        "argument_written",
+    ),
+    (
+        "FUNC batched buffers forward_ad linearize two_ranks",
+        "layer_that_accumulates_in_its_backward reversible_pair",
+    ),
+    ("FUNC again in_scan reversed two_forwards", "queue_flat_view"),
+    (
+        "REVERSE HIGHER buffers double forward_ad grad_params grad_vmap jacfwd jvp linearize "
+        "plain_over_jvp plain_over_vmap",
+        "attention_in_torchs_checkpoint",
+    ),
+    (
+        "FUNC buffers forward_ad linearize",
+        "attribute_on_a_context dirty_function old_function partly_saving_function raw_fill",
+    ),
+    (
+        "REVERSE HIGHER again grad_params grad_vmap in_scan jacfwd jvp plain_over_jvp reversed two_forwards",
+        "counter_assigned",
+    ),
+    (
+        "FUNC buffers",
+        "accumulating_backward_inside backward_of_a_layer_inside cache_of_a_sobol_sequence "
+        "data_replaced data_replaced_in_a_region_inside gradient_through_batch_norm "
+        "late_bound_layers_that_numpy_sees map_in_place number_from_numpy numpy_in_a_region_inside "
+        "written_through_numpy",
+    ),
+    ("FUNC forward_ad", "queue_of_features"),
+    (
+        "FUNC",
+        "batch_norm batch_norm_before_a_forward_derivative batch_norm_in_a_region_inside "
+        "batch_norm_twice convolution_and_batch_norm delayed_scaling mean_lerped queue_head "
+        "queue_pushed_in_a_region_inside queue_shifted ring_of_rows running_mean transposed_data",
+    ),
+    ("REVERSE HIGHER buffers grad_params grad_vmap jacfwd jvp plain_over_jvp", "numpy_copy"),
+    (
+        "REVERSE HIGHER buffers grad_params grad_vmap plain_over_jvp plain_over_vmap",
+        "checkpoint_of_torch_around_a_region checkpoint_of_torch_inside",
+    ),
+    (
+        "REVERSE HIGHER grad_params grad_vmap jacfwd jvp plain_over_jvp",
+        "counter mean_read_then_halved queue_slice_transposed",
+    ),
+    ("REVERSE HIGHER buffers grad_params grad_vmap", "hooks_inside save_on_cpu_inside"),
+    ("REVERSE HIGHER forward_ad grad_params grad_vmap", "custom_op_with_autograd numpy_custom_op"),
+    (
+        "REVERSE grad_vmap hessian jacfwd jacrev jvp plain_over_jvp third vmap_hessian",
+        "embedding_renormalized",
+    ),
+    ("REVERSE HIGHER grad_params", "retained_gradient"),
+    (
+        "batched drop forward_ad hessian jacfwd jacrev jvp jvp_grad linearize plain_over_jvp third "
+        "vmap_grad vmap_hessian vmap_vmap_grad",
+        "sparse_product sparse_values_shared",
+    ),
+    ("HIGHER double forward_ad jacfwd jvp linearize plain_over_grad plain_over_jvp", "encoder_layer"),
+    ("BATCHES forward_ad hessian jacfwd jvp jvp_grad linearize plain_over_jvp third", "out_argument"),
+    ("REVERSE buffers grad_params grad_vmap plain_over_vmap", "checkpoints_of_torch_around_two_layers"),
+    (
+        "double forward_ad grad_grad hessian jacfwd jacrev jvp jvp_grad linearize plain_over_grad "
+        "plain_over_jvp third vmap_hessian",
+        "attention",
+    ),
+    ("HIGHER BATCHES", "last_mean_stored_after_use moving_average_replaced"),
+    ("HIGHER vmap_vmap_grad", "cache_of_the_first"),
+    (
+        "buffers grad_vmap jacfwd jvp plain_over_jvp plain_over_vmap vmap",
+        "energy_and_forces forces forces_of_a_region",
+    ),
+    ("HIGHER", "cache_by_rows cache_of_a_draw"),
+    ("BATCHES linearize", "branch_on_a_number early_exit history_of_numbers logged_probe"),
+    ("batched hessian third vmap_grad vmap_hessian vmap_vmap_grad", "hook_that_notes"),
+    ("grad_grad hessian jacrev jvp_grad mixed vmap_hessian", "cache_of_a_draw_before_more_draws"),
+    ("BATCHES", "bernoulli gru instance_norm last_result_stored lstm memory_given_by_set routed_by_a_mask"),
+    ("batched plain_over_vmap two_ranks vmap_grad vmap_vmap_grad", "tiles_that_accumulate"),
+    ("grad_vmap plain_over_vmap vmap vmap_grad vmap_vmap_grad", "made_channels_last_inside"),
+    ("HOOKS", "gradient_inside implicit_step transform_inside_over_a_region"),
+    ("grad_vmap plain_over_vmap vmap", "data_scaled scripted_module"),
+    ("jvp plain_over_vmap vmap_vmap_grad", "functional_jvp_inside"),
+    ("forward_ad linearize", "jvp_inside"),
+    ("copied", "dictionary_not_to_be_iterated object_that_answers_nothing"),
+    (
+        "forward_ad",
+        "attention_by_hand cross_entropy_head gated_linear_unit logsumexp mixture_of_experts "
+        "multihead_attention softmax weight_norm",
+    ),
+    ("third", "normalized"),
+    (
+        "vmap_vmap_grad",
+        "augmented_assignments boolean_mask empty_filled_by_halves index_put_accumulates "
+        "indices_copied lerp_and_addcmul list_of_one_memory masked_fill name_of_what_is_written_later "
+        "narrow_added_to normal_around number_from_a_list result_written_in_place row_of_transpose "
+        "scaled_in_place scattered sum_of_a_mask view_before_a_write",
+    ),
+)
+REFUSED: dict[str, set[str]] = {}
+for _ways, _names in TORCH:
+    for _group in _ways.split():
+        for _way in GROUPS.get(_group, _group).split():
+            REFUSED.setdefault(_way, set()).update(_names.split())
 # Torch 2.13.0 on a CPU ends the process, without any region.
 ENDS = {("native_dropout", "vmap_hessian")}
 TORCHS = Expected("", "", "invalid", "", "torch alone does not run it")
