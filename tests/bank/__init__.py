@@ -6,10 +6,10 @@ from tests.bank.program import BANK, Program, Subject, subject
 
 # The order of the bank, by which ways are drawn, is that of these lines: what is new comes last.
 # isort: split
-from tests.bank import again, turns
+from tests.bank import again, packs, turns
 
 __all__ = [
     "BANK", "Program", "Subject", "subject",
     "again", "blocks", "forms", "layouts", "levels", "nests", "objects", "pure", "raw", "state", "torchs",
-    "turns", "writes",
+    "packs", "turns", "writes",
 ]  # fmt: skip

@@ -245,9 +245,9 @@ OTHERWISE = (
     ),
     Expected(
         LEVELS,
-        "force_in_later_calls",
+        "force_in_later_calls force_of_a_region_inside force_of_a_stack penalty_two_regions_inside",
         "same refused invalid",
-        "requires_grad_|",
+        "requires_grad_|reads another tensor|",
         "torch.func refuses a leaf inside, which a region may make in some ways (docs/limits.md)",
     ),
     Expected("third", "forces energy_and_forces", "refused invalid", "requires_grad_", "torch's own refusal"),
