@@ -148,8 +148,9 @@ class _Writes(DispatchMode):
 
     def __exit__(self, *exc: Any) -> Any:
         done = super().__exit__(*exc)
-        for noted in reversed(self._before.values()):
-            _write_back(*noted)
+        with functions_as_they_are(), below_levels():
+            for noted in reversed(self._before.values()):
+                _write_back(*noted)
         return done
 
 

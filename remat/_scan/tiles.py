@@ -11,9 +11,11 @@ import torch
 from remat._core import described
 from remat._dynamo import call_scan
 from remat._inspect import looked_at
+from remat._region import anchor, with_policy
 from remat._scan.mixing import check_tokens
 from remat._scan.scan import bytes_of, run_eager, structure
 from remat._scan.tile_bytes import tiles_within
+from remat.policies import save_nothing
 from remat.schedules import All
 from remat.transforms import (
     RematError,
@@ -37,7 +39,7 @@ from remat.transforms.compat import (
     unwrapped,
 )
 from remat.transforms.region import is_recomputing
-from remat.transforms.scan import ScanSpec, name_of
+from remat.transforms.scan import ScanSpec, name_of, version
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -157,7 +159,10 @@ class Tiled:
                 seen: list[tuple[Any, int]] = []
 
                 def probed(rows: list[torch.Tensor]) -> Any:
+                    before = _versions(apply)
                     seen.append((apply(rows), rows[0].shape[dims[0]]))
+                    if _versions(apply) != before:
+                        _writers.add(anchor(fn))
                     return seen[-1][0]
 
                 told = _tried(check_tokens, (self.name, probed, part, tokens), apply, rows)
@@ -165,17 +170,16 @@ class Tiled:
                     self._check(*found)
                 self.known[key] = told
         size = -(-tokens // count)
-        whole = tokens // size
-        ends = [whole * size, tokens % size]
-        if not ends[1]:
-            return self._scanned(apply, rows, dims, whole, size)
-        # The last tile is smaller: a scan of its own.
-        parts = [t.split(ends, d) for t, d in zip(rows, dims, strict=True)]
-        first = self._scanned(apply, [p[0] for p in parts], dims, whole, size)
-        last = self._scanned(apply, [p[1] for p in parts], dims, 1, ends[1])
-        outs, of = flatten(first)
-        pairs = zip(outs, flatten(last)[0], strict=True)
-        return unflatten([a if a is None else torch.cat((a, b), self._joined(a)) for a, b in pairs], of)
+        # Steps of a scan run again in its backward: one that writes would do so twice, and is a region.
+        writes = not torch.compiler.is_compiling() and anchor(fn) in _writers
+        whole = size if writes else tokens // size * size
+        if whole == tokens:
+            return self._run(apply, rows, dims, size)
+        parts = zip(*[t.split(whole, d) for t, d in zip(rows, dims, strict=True)], strict=True)
+        trees = [self._run(apply, list(part), dims, size) for part in parts]
+        columns = zip(*[flatten(tree)[0] for tree in trees], strict=True)
+        joined = [c[0] if c[0] is None else torch.cat(c, self._joined(c[0])) for c in columns]
+        return unflatten(joined, flatten(trees[0])[1])
 
     def _split(self, args: tuple[Any, ...], leaves: list[Any]) -> tuple[list[int], list[int]]:
         """Which leaves of the arguments are split, and along which dimensions, counted from the end."""
@@ -234,17 +238,20 @@ class Tiled:
         """The dimension along which results are joined, counted from the end."""
         return self.joined if self.joined < 0 else self.joined - out.dim()
 
-    def _scanned(
-        self, apply: Callable[..., Any], rows: list[torch.Tensor], dims: list[int], n: int, size: int
-    ) -> Any:
-        """The results of `n` tiles of `size` tokens."""
+    def _run(self, apply: Callable[..., Any], rows: list[torch.Tensor], dims: list[int], size: int) -> Any:
+        """The results of tiles of `size` tokens, or of one that has fewer."""
+        tokens = rows[0].shape[dims[0]]
+        if tokens <= size:
+            out = with_policy(lambda *rows: apply(rows), save_nothing)(*rows)
+            self._check(out, tokens)
+            return out
 
         def body(_: None, tile: list[torch.Tensor]) -> tuple[None, Any]:
             out = apply(tile)
             self._check(out, size)
             return None, out
 
-        pairs = zip(rows, dims, strict=True)
+        n, pairs = tokens // size, zip(rows, dims, strict=True)
         tiles = [t.unflatten(d, (n, size)).movedim(d - 1, 0) for t, d in pairs]
         if torch.compiler.is_dynamo_compiling():
             _, ys = call_scan(self.name, body, None, tiles, n, False, "all", False, None, joined=self.joined)
@@ -278,6 +285,13 @@ class Tiled:
 _TOKENS = 4096
 # By module, of which calls it is known that it acts token by token, and tiles by peak and shapes.
 _known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+# Functions that a look has seen write to what they capture, also those that are made anew in each call.
+_writers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _versions(fn: Callable[..., Any]) -> list[tuple[int, int]]:
+    """By which it shows whether a function has written to what it captures, or put something in its place."""
+    return [(id(t), version(t)) for t in reached(fn) if is_tensor(t)]
 
 
 def _tried(look: Callable[..., Any], args: tuple[Any, ...], *roots: Any) -> Any:

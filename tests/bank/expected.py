@@ -169,6 +169,13 @@ OTHERWISE = (
     ),
     Expected(
         LEVELS,
+        "tiles_that_count",
+        "same invalid",
+        "would mutate a captured|",
+        "derivatives of torch.func refuse writes to what is captured",
+    ),
+    Expected(
+        LEVELS,
         "forces_of_a_region",
         "same refused invalid",
         "twice at one level|does not repeat|",
