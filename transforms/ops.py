@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from remat.transforms.caches import BoundedCache
-from remat.transforms.compat import COMPILED_CODE, OpOverload, functions_as_they_are, is_strided
+from remat.transforms.compat import COMPILED_CODE, OpOverload, functions_as_they_are
 from remat.transforms.objects import attributes, is_tensor
 from remat.transforms.placeholders import Meta
 from remat.transforms.pytree import flatten
@@ -188,7 +188,7 @@ def shape_of(tensor: torch.Tensor) -> torch.Size:
 def metadata(out: Any) -> Any:
     """`out` with its tensors replaced by their metadata."""
     if is_tensor(out):
-        stride = out.stride() if is_strided(out) else None
+        stride = out.stride() if out.layout is torch.strided and not out.is_nested else None
         return Meta((shape_of(out), stride, out.dtype, out.device))
     if isinstance(out, (tuple, list)):
         return type(out)([metadata(v) for v in out])

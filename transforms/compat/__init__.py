@@ -12,7 +12,7 @@ from remat.transforms.compat.ambient import (
     function_state,  # whether torch functions ask their modes and subclasses
     functions_as_they_are,  # a context without torch-function modes
     functions_off,  # that state where they do not
-    is_strided,  # whether `value` is a tensor with strides
+    is_strided,  # whether `value` is a tensor with one block of memory behind it
     modules_watched,  # whether any global module hook is set
     ordinary,  # tensors of the same memories that were not made in inference mode
     outside_inference,  # whether ops here are not those of inference mode

@@ -144,8 +144,8 @@ functions_as_they_are: Callable[[], contextlib.AbstractContextManager[None]] = t
 
 
 def is_strided(value: Any) -> bool:
-    """Whether `value` is a tensor with strides: one block of memory and an order in it."""
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
+    """Whether `value` is a tensor with one block of memory behind it."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def bits(tensor: torch.Tensor) -> tuple[bool, bool]:

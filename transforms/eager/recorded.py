@@ -79,7 +79,7 @@ class RecordedNode(Yielding):
 
 
 def _in_one_block(tensor: torch.Tensor) -> bool:
-    return type(tensor) in PLAIN and is_strided(tensor)
+    return type(tensor) in PLAIN and is_strided(tensor) and not tensor.is_nested
 
 
 def _numbers(tensor: torch.Tensor) -> Any:

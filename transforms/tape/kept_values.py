@@ -87,8 +87,9 @@ class KeptValues(Mode):
         source = self.outside[-1 - node.root] if node.name == INPUT and node.root < 0 else None
 
         def sent(tensor: torch.Tensor) -> Any:
-            # (What has no strides, as sparse tensors, stays where it is.)
-            return send(tensor, root, source) if is_strided(tensor) else tensor.detach()
+            # (What has no strides stays where it is: sparse and nested tensors.)
+            sends = is_strided(tensor) and not tensor.is_nested
+            return send(tensor, root, source) if sends else tensor.detach()
 
         return untracked(map_tensors, sent, out)
 
