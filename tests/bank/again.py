@@ -31,7 +31,7 @@ def step_that_stores_its_result(m, x, y):
         m.noted = (a @ m.w).tanh()
         return m.noted * 2
 
-    return SCAN(R(step), x, 3, "sqrt") * y
+    return SCAN(R(step), x, 2, 1) * y
 
 
 @program("", "nests torch.func captures", found="vmap_grad/nothing")
@@ -145,7 +145,7 @@ def result_beside_unseen_memory(m, x, y):
     return (x + UNSEEN(x, 0.5)).sin() * x * y
 
 
-@program("", "nests draws modules")
+@program("", "nests draws modules", found="backward/nothing")
 def one_activation_on_two_layouts(m, x, y):
     act = R(lambda h: F.dropout(F.gelu(h), 0.3) * h)
     x = x + act(m.lin(x))
@@ -159,7 +159,7 @@ def step_under_autocast(m, x, y):
         return y.sin()[a.detach()[:, 0].argsort()].exp()
 
     with torch.autocast("cpu", torch.bfloat16):
-        return LOOP(R(step), x, 2) * x
+        return LOOP(step, x, 2) * x
 
 
 @program("", "nests names", found="grad_grad/ops mixed/ops")
@@ -213,7 +213,7 @@ def kept_dropouts_of_nested_regions(m, x, y):
     return R(lambda x: inner(x.cos()).sin(), "odd")(x) * y
 
 
-@program("", "nests captures")
+@program("", "nests captures", found="grad/nothing hessian/names")
 def branches_by_torch_cond(m, x, y):
     def positive(x):
         return torch.sin(torch.sin(x) @ m.w).sin()
@@ -221,7 +221,7 @@ def branches_by_torch_cond(m, x, y):
     return torch.tanh(COND(x.sum() > 0, positive, lambda x: torch.cos(x @ m.w.sin()).exp(), x)) * y
 
 
-@program("", "nests containers")
+@program("", "nests captures", found="grad/nothing backward/matmuls")
 def torch_cond_in_torch_cond(m, x, y):
     inner = R(lambda x: torch.sin(torch.sin(x) @ m.w), "matmuls")
     deep = lambda x: COND(x.sum() > 5, lambda x: x.exp(), inner, x).cos()  # noqa: E731

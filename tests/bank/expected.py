@@ -217,7 +217,7 @@ OTHERWISE = (
         "hooks_before_a_transform two_batch_norms_in_regions "
         "queue_that_is_pushed_around_a_region_inside "
         "mean_read_written_and_read counter_that_scales_in_regions state_among_the_arguments "
-        "parts_of_a_state_among_the_arguments",
+        "parts_of_a_state_among_the_arguments state_that_carries_a_derivative",
         "same invalid refused",
         "",
         "torch.func refuses writes to captured tensors, and hooks; and torch its own formula for copysign",
