@@ -801,7 +801,8 @@ def _checked(
     source = subject.text
     if shows_looks(source):
         return Verdict("invalid", "a look of the planner is one more call, which lists of the user's show")
-    if "self.scripted" in source and not ONCE_SCRIPTED.isdisjoint(step["how"] for step in steps):
+    again = "torch.func." in source or not ONCE_SCRIPTED.isdisjoint(step["how"] for step in steps)
+    if "self.scripted" in source and again:
         return Verdict("invalid", "torch's derivatives of TorchScript depend on the number of calls")
     if PUSHED_INSIDE.match(source) and not FORWARD.isdisjoint(step["how"] for step in steps):
         return Verdict("invalid", "torch's second tangents of a Function are those of a constant")

@@ -323,3 +323,19 @@ def test_parameters_of_torchscript_have_their_derivatives_outside_of_a_level(kin
     for _ in range(2):
         same(step(region, given), want)
     assert all(a is b for a, b in zip(net.parameters(), given, strict=True))
+
+
+@pytest.mark.parametrize("kind", SCRIPTED)
+def test_modules_of_torchscript_in_a_transform_in_a_loop(kind):
+    """Second derivatives of later calls, which torch's optimized code has wrong."""
+    eager, x = Net(), torch.randn(2, 3, dtype=torch.float64)
+
+    def loss(f, x):
+        force = grad(lambda x: remat.remat(lambda x: f(x) * x, policy=POLICIES["matmuls"])(x).sum())
+        return remat.while_remat(
+            lambda c: c[1] < 2, lambda c: (force(c[0]), c[1] + 1), (x, 0), checkpoints=2, max_steps=5
+        )[0].sum()
+
+    want, net = grad(lambda x: loss(eager, x))(x), SCRIPTED[kind](eager)
+    for _ in range(3):
+        same(grad(lambda x: loss(net, x))(x), want)
