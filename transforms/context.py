@@ -98,7 +98,8 @@ class Mode(DispatchMode):
     tape: Tape
     records = False  # whether it watches a forward
     reruns = False  # whether it watches one of which the function runs again
-    levels = False  # whether it watches one that a level of torch.func differentiates
+    # The level of torch.func that differentiates what it watches: 0 for plain autograd below vmaps.
+    level: int | None = None
     parent: Mode | None = None  # what records or replays around it
     # Whether hooks of the user's lie between. They may run it again alone, as torch's checkpoint does, and
     # then it has to keep the same: it shares nothing with what is around.
@@ -253,7 +254,7 @@ PAST_DISPATCH = RAW_ACCESSORS | {_LOOK}
 def notice(func: Any, args: Any) -> None:
     """Tell the recording around of a torch function that goes past torch's dispatcher."""
     name = getattr(func, "__name__", "")
-    if any([mode.levels for mode in active.stack]):
+    if any([mode.level for mode in active.stack]):
         # Levels have no such memory, and a plain tensor that is captured is no operand there.
         run_again_whole("raw memory is looked at under torch.func")
     elif name == "__set__" and func.__self__ is _DATA:

@@ -60,13 +60,6 @@ OTHERWISE = (
         "a tangent that a region keeps is a view of one: an assertion of torch's own, loud",
     ),
     Expected(
-        "plain_over_vmap",
-        "raw",
-        "same invalid refused failed",
-        "",
-        "a region under vmap runs again, and what fills memory past torch fills it anew: wrong, and not told",
-    ),
-    Expected(
         "plain_over_vmap grad_vmap vmap_vmap_grad",
         "write_that_one_level_differentiates complex_write_that_one_level_differentiates",
         "same refused invalid",

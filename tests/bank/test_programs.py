@@ -113,6 +113,12 @@ def test_program_in_a_dear_way(way: str, name: str) -> None:
         holds(BANK[name], way, READY[number(name) % len(READY)])
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in NAMES if "raw" in BANK[name].tags])
+def test_memory_filled_past_torch_below_a_vmap(name: str) -> None:
+    holds(BANK[name], "plain_over_vmap", ("nothing", "matmuls", "odd")[NAMES.index(name) % 3])
+
+
 TRACED = ("PURE", "WRITES", "BUFFERS", "RANDOM", "COMMON")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from remat import remat, save_matmuls, save_nothing, scan_remat, while_remat
 from tests.helpers import crossed, rand
@@ -106,3 +106,28 @@ def test_what_a_region_in_a_step_captures(way, scan):
 
         want = run(loss(lambda fn: fn, looped), params)
         torch.testing.assert_close(run(loss(remat, scan), params), want)
+
+
+def twice(fn, x):
+    return while_remat(
+        lambda c: c[1] < 2, lambda c: (fn(c[0]), c[1] + 1), (x, 0), checkpoints=2, max_steps=3
+    )[0]
+
+
+TRACED = {
+    "region": lambda x, z: remat(field)(x) * z,
+    "of what is captured": lambda x, z: x * grad(energy(remat(lambda t: (t @ z).sin())))(z),
+    "loop": lambda x, z: x * twice(remat(lambda t: t * z), z),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+@pytest.mark.parametrize("kind", TRACED)
+def test_linearized_with_an_inference_tensor(kind):
+    """No graph of torch has a place for storages, by which a region has such a tensor as an ordinary one."""
+    x, fn = rand(3), TRACED[kind]
+    with torch.inference_mode():
+        z = rand(3, 3, seed=2) * 1.0
+        linearize(lambda x: fn(x, z), x)  # (Here torch's own graph gives zeros, 2.13.)
+    out, push = linearize(lambda x: fn(x, z), x)
+    torch.testing.assert_close((out, push(x)), jvp(lambda x: fn(x, z.clone()), (x,), (x,)))

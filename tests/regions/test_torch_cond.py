@@ -122,6 +122,9 @@ def test_torch_cond_that_plain_autograd_differentiates(tree):
     torch.testing.assert_close(found, right)
     grads = [torch.autograd.grad(scalar(out), x)[0] for out in (found, right)]
     torch.testing.assert_close(*grads)
+    found = remat(torch.func.vmap(f))(x)  # all of it in the region
+    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(torch.autograd.grad(scalar(found), x)[0], grads[1])
     region = remat(lambda x: torch.cond(x.sum() > 0, lambda x: (x, x.sin()), lambda x: (-x, x.cos()), (x,)))
     torch.testing.assert_close(torch.func.vmap(region)(x)[1], torch.stack([x[0].sin(), x[1].cos()]))
 

@@ -82,7 +82,8 @@ outside_inference: Callable[[], bool] = functools.partial(
 
 def ordinary(values: Iterable[Any], leaves: bool = False) -> list[Any]:
     """The same memories as tensors that plain autograd saves, and that ops treat as others: it does neither
-    of what was made in inference mode. `leaves`: as tensors that require no gradient, too."""
+    of what was made in inference mode. `leaves`: as tensors that require no gradient, too. (In a graph that
+    make_fx writes, which has no place for storages, they are copies.)"""
     with functions_as_they_are():
         return [_ordinary(v, leaves) if isinstance(v, torch.Tensor) else v for v in values]
 
@@ -98,6 +99,8 @@ def _ordinary(tensor: torch.Tensor, leaf: bool) -> torch.Tensor:
     ):
         return tensor
     with torch.inference_mode(False), torch.no_grad():
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+            return tensor.clone()
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 

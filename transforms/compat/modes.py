@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import threading
 import warnings
 import weakref
@@ -133,7 +134,8 @@ cond: Any = cond_op
 
 
 def intercept_under_modes(op: Any, kernel: Callable[..., Any]) -> None:
-    """Have `kernel` run in place of an operator on functions where a dispatch mode is active.
+    """Have `kernel` run in place of an operator on functions where a dispatch mode is active, and in place of
+    its rules for levels of torch.func.
 
     A mode itself is asked below autograd only, when the operator has made its node. `kernel` may return
     NotImplemented; the operator then does what it does without it. `PythonTLSSnapshot` is the key that modes
@@ -149,6 +151,14 @@ def intercept_under_modes(op: Any, kernel: Callable[..., Any]) -> None:
         return op.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
     op.py_impl(key)(first)
+
+    def at_level(rule: Callable[..., Any], interpreter: Any, *args: Any) -> Any:
+        out = kernel(*args)
+        return rule(interpreter, *args) if out is NotImplemented else out
+
+    op.functorch_table.update(
+        {level: functools.partial(at_level, rule) for level, rule in op.functorch_table.items()}
+    )
 
 
 def unseen(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

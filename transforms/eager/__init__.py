@@ -13,6 +13,7 @@ from remat.transforms.eager.levels import (
     LevelInputs,  # the arguments of one call at a level
     Unserved,  # a forward that the primitive must run
     served_level,  # the level that differentiates, if it is the only one and a frame serves what runs here
+    vmaps_served,  # whether a frame serves plain autograd below vmaps alone
 )
 from remat.transforms.eager.rerun import (
     stop_enclosing,  # end the run of an enclosing region's function, where it has all it needs

@@ -1,5 +1,5 @@
 """The frame under torch.func, where one level differentiates in reverse, with vmaps and forward mode inside
-of it and around.
+of it and around; or plain autograd does, below vmaps, and what is saved is no wrapper.
 
 The tape lies below all levels and sees batched ops, and those that push tangents forward. What autograd
 saves at the level is a wrapper, detached at every level below. Its number on the tape tells what it is, and
@@ -37,6 +37,7 @@ from remat.transforms.compat import (
     in_pass_of_func,
     in_transform,
     is_dead,
+    is_wrapped,
     level_of,
     level_stack,
     made_dual,
@@ -104,14 +105,20 @@ def served_level() -> int | None:
     hooks = top_hooks()
     if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), LevelFrame):
         return None
-    return number if all([mode.levels for mode in active.stack]) else None
+    return number if all([mode.level for mode in active.stack]) else None
+
+
+def vmaps_served() -> bool:
+    """Whether a frame serves what plain autograd differentiates below the vmaps that are all levels here."""
+    vmaps = all([level.key() == VMAP for level in level_stack() or ()])
+    return vmaps and not (dual_level_open() or torch.is_inference_mode_enabled())
 
 
 class LevelInputs(Inputs):
     """The arguments of one call at a level.
 
     Attributes:
-        level: the number of the one that differentiates.
+        level: the number of the one that differentiates; NOTHING_REVERSED for plain autograd below all.
         forward: the numbers of those of forward mode, each with a wrapper that tells whether it has ended.
         around: the wrappers of each argument.
         graded: the arguments that it differentiates.
@@ -176,11 +183,11 @@ class LevelFrame(Frame):
     """
 
     inputs: LevelInputs
-    plain = False
 
     def __init__(self, inputs: LevelInputs) -> None:
         super().__init__(inputs)
-        self.probe = wrap_for_grad(_PROBE, inputs.level)
+        self.plain = inputs.level == NOTHING_REVERSED
+        self.probe = _PROBE if self.plain else wrap_for_grad(_PROBE, inputs.level)
         self.watcher: Recorder | None = None
         self.ends: list[torch.Tensor] = []
         self.saved: list[tuple[torch.Tensor, int]] | None = None
@@ -209,7 +216,7 @@ class LevelFrame(Frame):
                 refuse_hooks(message)
 
     def begin(self, recorder: Recorder) -> None:
-        recorder.levels, recorder.graded = True, self.inputs.graded
+        recorder.level, recorder.graded = self.inputs.level, self.inputs.graded
         self.watcher = recorder
 
     def watching(self, recorder: Recorder) -> Any:
@@ -258,17 +265,20 @@ class LevelFrame(Frame):
                 handle.value = Held(tensor, self.region.name, None)
                 handle.value.version = version
         self.whole = True
-        # (The primitive has no place for such a derivative.)
-        self.region.cache.unframed = self.tape.rerun_reason != CARRIES
+        # (The primitive has no place for such a derivative, and none sees what plain autograd lets a function
+        # fill below vmaps past torch.)
+        self.region.cache.unframed = self.tape.rerun_reason != CARRIES and not self.plain
         return True
 
     def _not_served(self) -> Unserved:
-        """Plain autograd differentiates, too."""
+        """What plain autograd saves is of a level, or there is one beside it that differentiates."""
         self.unserved = True
         return Unserved()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        if self.inner:  # a region inside hands over what it reads
+        if self.plain and is_wrapped(tensor):
+            raise self._not_served()  # of a Function, which torch's checkpoint has: no op at a level
+        if self.inner or self.plain:  # a region inside hands over what it reads
             with below_levels():
                 return self._packed(tensor)
         parts, around = self._parts(tensor)
@@ -277,7 +287,7 @@ class LevelFrame(Frame):
         return (handles[0] if len(handles) == 1 else handles), around
 
     def pack_expected(self, tensor: torch.Tensor) -> Any:
-        if self.inner:
+        if self.inner or self.plain:
             return super().pack_expected(tensor)
         if self.inputs.forward or not in_transform():
             parts, around = self._parts(tensor)
@@ -313,7 +323,8 @@ class LevelFrame(Frame):
 
     def unpack(self, handle: Any) -> torch.Tensor:
         if type(handle) is not tuple:
-            return super().unpack(handle)
+            early = self.plain and self.recorder is not None and self.owner is None
+            return self._early(handle) if early else super().unpack(handle)
         at, around = handle
         task = graph_task()
         if type(at) is list:

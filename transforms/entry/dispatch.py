@@ -77,6 +77,7 @@ from remat.transforms.eager import (
     stop_enclosing,
     users,
     users_own,
+    vmaps_served,
 )
 from remat.transforms.errors import RematError, carried, changing
 from remat.transforms.functorch import Aliasing, Family, Prim, World, call
@@ -147,15 +148,7 @@ def run(
         level = served_level()
         if level == NOTHING_REVERSED:
             return _run_forward(region, args, kwargs, bind)
-        cache = region.cache
-        unframed = cache.unframed or cache.differentiates or cache.by_levels
-        traced = active.sessions or (modes_active() and is_tracing())
-        if level is not None and not unframed and not traced:
-            if function_modes():
-                with past_function_modes():
-                    return _run_leveled(region, args, kwargs, bind, level)
-            return _run_leveled(region, args, kwargs, bind, level)
-        return _run_primitive(region if bind is None else bind(), args, kwargs)
+        return _run_at_levels(region, args, kwargs, bind, level)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return region.function(*args, **kwargs)
     # AOTAutograd without Dynamo calls no hooks.
@@ -165,6 +158,25 @@ def run(
         with past_function_modes():
             return _run_frame(region, args, kwargs, bind)
     return _run_frame(region, args, kwargs, bind)
+
+
+def _run_at_levels(
+    region: Region,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    bind: Callable[..., Region] | None,
+    level: int | None,
+) -> Any:
+    """Call a region by a frame at this level, or by the primitive if that is None or the region needs it."""
+    cache = region.cache
+    unframed = cache.unframed or cache.differentiates or cache.by_levels
+    traced = active.sessions or (modes_active() and is_tracing())
+    if level is None or unframed or traced:
+        return _run_primitive(region if bind is None else bind(), args, kwargs)
+    if function_modes():
+        with past_function_modes():
+            return _run_leveled(region, args, kwargs, bind, level)
+    return _run_leveled(region, args, kwargs, bind, level)
 
 
 def _run_forward(
@@ -178,7 +190,8 @@ def _run_forward(
         return region.function(*args, **kwargs)
     known = current() or region.cache.hides_leaves
     if known or _graded(flatten((args, kwargs))[0]) or _graded(captured(reached(region.function))):
-        return _run_primitive(region if bind is None else bind(), args, kwargs)
+        level = NOTHING_REVERSED if vmaps_served() else None
+        return _run_at_levels(region, args, kwargs, bind, level)
     out = region.function(*args, **kwargs)
     # Where something is differentiated that the search has not found, this call keeps what autograd keeps: a
     # second run would write and draw twice. Later calls recompute.
@@ -275,19 +288,25 @@ def _run_leveled(
     if not torch.is_grad_enabled():
         return region.function(*args, **kwargs)
     inputs = LevelInputs(region, args, kwargs, level)
-    below = inputs.wrappers or inputs.inference or any([t.requires_grad for t in inputs.local])
+    below = inputs.wrappers or inputs.inference or (level and any([t.requires_grad for t in inputs.local]))
     key = None if region.key is None or active.listeners else inputs.signature()
+    hooked = level == NOTHING_REVERSED and inputs.hooks is not None
     if key is not None and active.stack and (on_scratch() or selective_around()):
         key = None
+    elif hooked and under_hooks(inputs.hooks):
+        key = None  # every call packs the same
     if bind is not None:
         region = inputs.region = of_users(bind) if below else of_users(bind, inputs, key)
         key = None if region.key is None else key
     known = None if below or key is None else region.traces.get(key)
     if known is None:
         reach = reached(region.function, *[leaf for leaf in inputs.leaves if leaf is not None])
-        if below or _reads_trained(region.function, reach):
+        if below or (level and _reads_trained(region.function, reach)):
             return _run_primitive(region, args, kwargs)
         inputs.note_world(reach)
+        if level == NOTHING_REVERSED and inputs.undo[0].scripts is not None:
+            region.cache.unframed = True  # optimized TorchScript takes no batches, and there are none below
+            return _run_primitive(region, args, kwargs)
     frame = LevelFrame(inputs)
     begun = [(mode, mode.position) for mode in recordings()] if active.stack else []
     try:
@@ -301,6 +320,8 @@ def _run_leveled(
     if key is not None and (known is None or frame.tape is not known.tape):
         region.learn(key, known, frame)
     inputs.finish()
+    if hooked:
+        stop_enclosing(inputs.hooks)
     return out
 
 

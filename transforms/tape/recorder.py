@@ -434,7 +434,7 @@ class Recorder(KeptValues):
             root = self.root(tensor)
             if root >= 0:
                 self._copy_kept(self._kept_in.get(root, ()))
-            elif (graded := self._differentiated(root)) and self.levels:
+            elif (graded := self._differentiated(root)) and self.level is not None:
                 self.tape.rerun_reason = self.tape.rerun_reason or CARRIES
             elif graded:
                 raise RematError(self._refusal(func, tensor))
