@@ -25,7 +25,7 @@ from benchmarks.common.records import RESULTS
 from remat import checkpoint_policy, remat
 from remat._overrides import standing_for
 from remat.cli.measure import trace_memory
-from remat.plan import BUILT_IN_POLICIES, Plan, Portfolio, carried, cost_model, plans_by_budget, step_of
+from remat.plan import BUILT_IN_POLICIES, Plan, Portfolio, carried_out, cost_model, plans_by_budget, step_of
 
 CSV = RESULTS / "fit_peaks.csv"
 FIELDS = ("model", "share", "predicted", "measured", "error", "cost_s", "regions")
@@ -63,7 +63,7 @@ def peak_of(run: Callable[[], torch.Tensor], own: Any, policies: list[Any]) -> i
             with standing_for(None):
                 if chosen is None:
                     return (fn(*args, **kwargs),)
-                chosen = carried([chosen]) if isinstance(chosen, Plan) else chosen
+                chosen = carried_out([chosen]) if isinstance(chosen, Plan) else chosen
                 return (remat(fn, policy=chosen)(*args, **kwargs),)
 
         with standing_for(stand):

@@ -21,7 +21,7 @@ from remat.plan.graph import (
 from remat.plan.layout import Layout as Layout, MeshPlan as MeshPlan, agree as agree, plan_mesh as plan_mesh
 from remat.plan.model import plan_regions as plan_regions, plans_by_budget as plans_by_budget
 from remat.plan.pareto import Frontier as Frontier, pareto as pareto
-from remat.plan.plans import LINKS as LINKS, ModelPlan as ModelPlan, Plan as Plan, carried as carried
+from remat.plan.plans import LINKS as LINKS, ModelPlan as ModelPlan, Plan as Plan, carried_out as carried_out
 from remat.plan.policy import BudgetPolicy as BudgetPolicy, budget_policy as budget_policy
 from remat.plan.solve import complete as complete
 from remat.plan.step import WholeStep as WholeStep, ran_step_of as ran_step_of, step_of as step_of

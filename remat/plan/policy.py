@@ -15,7 +15,7 @@ from remat.plan.compared import candidates, compiler_keeps_no_more, ready
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.joint import planned_for
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
-from remat.plan.plans import Following, Plan, carried, meet, met
+from remat.plan.plans import Plan, carried_out, meet, met
 from remat.plan.solve import (
     INF,
     Problem,
@@ -126,8 +126,8 @@ class BudgetPolicy(Numbered):
             found = paths.followed.get(how)
             if found is None:
                 plans = [self._plan(graph, fn) for graph in paths.graphs]
-                found = carried(plans, paths)
-                if self.peak is None and is_tracing() and isinstance(found, Following):
+                found = carried_out(plans, paths)
+                if self.peak is None and is_tracing():
                     found = replace(found, needless=_needless(paths.graphs, plans))
                 paths.followed[how] = found
         return found

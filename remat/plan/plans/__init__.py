@@ -3,7 +3,11 @@
 from remat.plan.plans.followed import (
     WAIT,  # the op by which a collective's result arrives
     Following,  # a policy that knows each op by its place
-    carried_out,  # the policy of plans that keep and recompute
+    carried_out,  # the policy of plans
+)
+from remat.plan.plans.links import (
+    LINKS,  # bytes per second of links to a host
+    speed_of,  # bytes per second of a link, by its name or as a number
 )
 from remat.plan.plans.model_plan import (
     ModelPlan,  # a plan of all regions of a model
@@ -13,9 +17,4 @@ from remat.plan.plans.model_plan import (
 )
 from remat.plan.plans.plan import (
     Plan,  # what a region keeps, op by op, with its price and the proof
-)
-from remat.plan.plans.sent import (
-    LINKS,  # bytes per second of links to a host
-    carried,  # the policy of plans, also of those that send values to the host
-    speed_of,  # bytes per second of a link, by its name or as a number
 )

@@ -44,7 +44,7 @@ class PlanCursor:
     def __init__(self, plan: Plan | None) -> None:
         self.plan, self.at = plan, 0
         self.met: list[tuple[str, int]] = []
-        self.saved: dict[int, bool] = {}  # what was said of each op: it may be asked about again
+        self.said: dict[int, Decision] = {}  # of each op: it may be asked about again
         self.bytes = 0
         self.switched = False
 
@@ -76,6 +76,11 @@ class PlanCursor:
             return False
         self.bytes += size
         return True
+
+    def kind(self) -> Decision:
+        """How the op at hand is kept: here, or on the host."""
+        sent = () if self.plan is None else self.plan.sent
+        return Decision.OFFLOAD if self.at - 1 in sent else Decision.SAVE
 
 
 @dataclass(frozen=True)
@@ -123,11 +128,11 @@ class Following(Policy):
 
     def __call__(self, info: OpInfo) -> Decision:
         # An op is asked about once more when its value has got a name.
-        said = self.walk.saved
-        if info.index not in said:
-            name = str(info.op)
-            said[info.index] = not traits(info.op).view and name != WAIT and self._saves(name, info)
-        return Decision.SAVE if said[info.index] else Decision.RECOMPUTE
+        walk, name = self.walk, str(info.op)
+        if info.index not in walk.said:
+            saves = not traits(info.op).view and name != WAIT and self._saves(name, info)
+            walk.said[info.index] = walk.kind() if saves else Decision.RECOMPUTE
+        return walk.said[info.index]
 
     def _saves(self, name: str, info: OpInfo) -> bool:
         return self.walk.follow(name) and self.walk.wanted(info.bytes)

@@ -13,7 +13,7 @@ from typing import Any
 from remat._core import Decision, OpInfo, format_bytes
 from remat.plan.calls import graph_of
 from remat.plan.graph import Graph
-from remat.plan.plans.sent import carried
+from remat.plan.plans.followed import carried_out
 from remat.plan.solve import Problem, Solved
 from remat.policies import Policy
 from remat.transforms import Key, RematError
@@ -197,7 +197,7 @@ class Plan(Policy):
         """The policy that carries it out where this call is, the same for every call."""
         inside = in_transform()
         if inside not in self._followed:
-            self._followed[inside] = carried([self])
+            self._followed[inside] = carried_out([self])
         return self._followed[inside]
 
     @cached_property
