@@ -11,7 +11,7 @@ from remat._region import name_of_region
 from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.calls import Trust, graph_of, paths_of, trust_in
 from remat.plan.chain import frontier
-from remat.plan.compared import candidates, compiler_keeps_no_more, ready
+from remat.plan.compared import compiler_keeps_no_more, ready
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.joint import planned_for
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
@@ -26,7 +26,6 @@ from remat.plan.solve import (
     hull,
     in_doubt,
     least,
-    margin_of,
     solve,
     tell_greedy,
 )
@@ -35,12 +34,6 @@ from remat.transforms import RematError
 from remat.transforms.closure import as_operands
 from remat.transforms.compat import in_transform, is_tracing
 from remat.transforms.entry import under_hooks
-
-# Torch's planner takes seconds to import and to run: not asked where less than this share of a step could be
-# gained.
-_PROVEN = 1e-3
-# Torch is asked for plans that keep these shares; a peak may be met by one of them only.
-_SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 
 
 @dataclass(frozen=True, repr=False)
@@ -173,16 +166,22 @@ def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: boo
         peak = step_peak([profile(graph, solved.solution, compiled=compiled)])
         return Plan.of(graph, problem, solved, region=region, budget=budget, unit=model.unit, peak=peak)
 
+    def solved(budget: int) -> Solved:
+        return solve(problem, budget, time_limit=policy.time_limit, candidates=ready(graph, problem))
+
     def at(budget: int) -> Plan:
-        return plan(_solved(graph, problem, budget, policy.time_limit), budget)
+        return plan(solved(budget), budget)
 
     if policy.peak is None:
-        solved = _solved(graph, problem, budget, policy.time_limit)
-        return plan(_settled(graph, problem, budget, solved, model), budget)
+        return plan(_settled(graph, problem, budget, solved(budget), model), budget)
     found, lowest = [], INF
     try:
         low = min(least(problem).bytes, budget)
-        found.append(highest_within(policy.peak, low, budget, at, lambda plan: plan.peak_bytes))
+        found.append(
+            highest_within(
+                policy.peak, low, budget, lambda b: plan(solved(b), b), lambda plan: plan.peak_bytes
+            )
+        )
     except OutOfReach as error:
         lowest = error.lowest
     if not found or found[0].cost > 0:
@@ -201,17 +200,12 @@ def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: boo
 def _rivals(
     graph: Graph, policy: BudgetPolicy, problem: Problem, compiled: bool
 ) -> list[tuple[int, str, Solution]]:
-    """Plans that the search by bytes may miss, with their peaks: mixtures, ready policies', torch's own.
-
-    Once a graph.
-    """
+    """Plans that the search by bytes may miss, with their peaks: mixtures, ready policies'. Once a graph."""
 
     def found() -> list[tuple[int, str, Solution]]:
         tried = [("mixture", solution) for solution in frontier(problem)]
-        others = [*ready(graph, problem)]
-        for share in _SHARES:
-            others += candidates(graph, int(share * graph.kept_by_default), shares=(1.0,))
-        tried += [(name, s) for name, saved in others if (s := complete(problem, saved)) is not None]
+        kept = ((name, complete(problem, saved)) for name, saved in ready(graph, problem))
+        tried += [(name, solution) for name, solution in kept if solution is not None]
         distinct = {solution.saved: (name, solution) for name, solution in reversed(tried)}
         return [
             (step_peak([profile(graph, solution, compiled=compiled)]), name, solution)
@@ -219,17 +213,6 @@ def _rivals(
         ]
 
     return graph.solved.made(("rivals", policy.cost, policy.device, policy.budget == "free", compiled), found)
-
-
-def _solved(graph: Graph, problem: Problem, budget: int, time_limit: float) -> Solved:
-    """Our best plan, none of a ready policy being better; where it is not proven, torch's compete too."""
-    solved = solve(problem, budget, time_limit=time_limit, candidates=ready(graph, problem))
-    if solved.solution.cost - solved.lower_bound <= margin_of(problem, _PROVEN):
-        return solved
-    again = solve(problem, budget, exact=False, candidates=candidates(graph, budget))
-    if again.solution.cost >= solved.solution.cost:
-        return solved
-    return Solved(again.solution, solved.lower_bound, again.solver, solved.seconds + again.seconds)
 
 
 def budget_policy(

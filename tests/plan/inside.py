@@ -18,7 +18,7 @@ from remat.plan.chain import Measure  # the peaks of a stage
 from remat.plan.chain.chain import Chain, Part  # chains of numbers, for brute force
 from remat.plan.chain.search import best_parts  # the search, for brute force
 from remat.plan.chain.stages import Choice, Stage  # stages of numbers, for brute force
-from remat.plan.compared import candidates, refute, torch_plan  # torch's own plans
+from remat.plan.compared import refute, torch_plan  # torch's own plans
 from remat.plan.compared.refute import beaten_by  # who refutes a point
 from remat.plan.graph import (  # graphs as plans have them, prices
     Graph,
@@ -59,3 +59,12 @@ from remat.plan.solve.split import split  # solvers, by themselves
 from remat.transforms import BoundedCache, registered  # caches that are bounded
 from remat.transforms.compat.modes import fake_mode  # full-size blocks without memory
 from remat.transforms.tape.kept_values import listen  # what regions keep, as they keep it
+
+
+def torch_solution(graph: Graph, problem: Problem, share: float):
+    """What torch's planner keeps of a graph at a share of what no remat does."""
+    joint = graph.joint
+    bases = {joint.family[joint.values[v].storage][0] for v in torch_plan(joint, share).values}
+    solution = complete(problem, graph.places(bases))
+    assert solution is not None
+    return solution

@@ -11,8 +11,6 @@ from remat.policies import Policy
 from tests.inside import trace_memory
 from tests.plan.inside import (
     Measure,
-    candidates,
-    complete,
     graph_of,
     highest_within,
     plan_graph,
@@ -20,6 +18,7 @@ from tests.plan.inside import (
     profile,
     record,
     step_peak,
+    torch_solution,
     workspace,
 )
 from tests.plan.models import GPTBlock, Watch
@@ -59,18 +58,16 @@ def test_in_eager_a_region_runs_again_as_a_whole():
 
 
 @pytest.mark.slow
-def test_torchs_plans_compete_for_a_peak():
-    """At every peak that torch's own plans reach the plan is no dearer than theirs."""
+def test_at_the_peaks_of_torchs_plans_ours_are_no_dearer():
+    """At every peak that torch's own plans reach."""
     model, x = deep(8)
     graph = graph_of(model, (x * 1,))
     problem = graph.problem(Flops())
-    for share in (0.1, 0.3):
-        for _, saved in candidates(graph, int(share * graph.kept_by_default)):
-            theirs = complete(problem, saved)
-            assert theirs is not None
-            peak = step_peak([profile(graph, theirs, compiled=True)])
-            ours = compiled_plan(model, x, budget=1.0, peak=peak, cost="flops")
-            assert ours.cost <= theirs.cost and ours.peak_bytes <= peak
+    for share in (0.09, 0.1, 0.3):
+        theirs = torch_solution(graph, problem, share)
+        peak = step_peak([profile(graph, theirs, compiled=True)])
+        ours = compiled_plan(model, x, budget=1.0, peak=peak, cost="flops")
+        assert ours.cost <= theirs.cost and ours.peak_bytes <= peak
 
 
 def test_peaks_that_do_not_rise_with_the_budget():

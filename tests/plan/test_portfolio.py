@@ -7,39 +7,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.planner.compiled import compiled_problem
 from remat import checkpoint_policy, remat
 from remat.plan import BUILT_IN_POLICIES, BudgetPolicy, Flops, Plan
-from tests.helpers import sparse
-from tests.plan.inside import candidates, complete, graph_of, policy, record, torch_plan
+from tests.plan.inside import complete, graph_of, policy, record, torch_plan, torch_solution
 from tests.plan.models import GPTBlock
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scipy", sparse([False, True], 2))
-def test_never_worse_than_torch_with_or_without_a_proof(monkeypatch, scipy):
+def test_never_worse_than_torch():
     """Every plan of torch's that fits the budget costs at least what ours does."""
-    monkeypatch.setattr("remat.plan.solve.milp.available", lambda: scipy)
-    monkeypatch.setattr(policy, "_PROVEN", -1.0)
     block, x = GPTBlock(32, 4), torch.randn(2, 8, 32)
     graph = graph_of(block, (x,))
     problem = graph.problem(Flops())
     for share in (0.2, 0.45, 0.7, 0.9):
         plan = policy.plan_graph(graph, BudgetPolicy(share, "flops"), "block")
-        offers = [complete(problem, saved) for _, saved in candidates(graph, plan.budget)]
-        fitting = [s for s in offers if s is not None and s.bytes <= plan.budget]
+        theirs = torch_solution(graph, problem, plan.budget / graph.kept_by_default)
         assert plan.kept_bytes <= plan.budget
-        assert all(plan.cost <= s.cost for s in fitting)
-
-
-def test_a_better_plan_of_torch_is_taken_and_named(monkeypatch):
-    block, x = GPTBlock(32, 4), torch.randn(2, 8, 32)
-    graph = graph_of(block, (x,))
-    best = BudgetPolicy(0.45, "flops").plan(block, x)
-    inputs = set(range(len(graph.ops), len(graph.problem(Flops()).size)))
-    monkeypatch.setattr("remat.plan.solve.milp.available", lambda: False)
-    hulls = policy.plan_graph(graph, BudgetPolicy(0.45, "flops"), "block")
-    assert hulls.cost > best.cost and hulls.gap > 1e-3
-    monkeypatch.setattr(policy, "candidates", lambda *_: [("torch (budget 0.45)", {*best.saved, *inputs})])
-    ours = policy.plan_graph(graph, BudgetPolicy(0.45, "flops"), "block")
-    assert ours.solver == "torch (budget 0.45)" and ours.cost == pytest.approx(best.cost)
+        assert theirs.bytes > plan.budget or plan.cost <= theirs.cost
 
 
 class Rough(Flops):

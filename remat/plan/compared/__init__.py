@@ -12,7 +12,6 @@ from remat.plan.compared.refute import (
 from remat.plan.compared.torch_plans import (
     SOLVERS,  # torch's solvers
     TorchPlan,  # what torch's partitioner would keep
-    candidates,  # torch's choices at shares of a budget
     compiler_keeps_no_more,  # whether torch.compile alone keeps no more than a plan
     torch_plan,  # torch's plan of a graph
 )

@@ -1,11 +1,10 @@
-"""Torch's own plans on the same graph: for the portfolio, and to compare with."""
+"""Torch's own plans on the same graph, to compare with."""
 
 from __future__ import annotations
 
 import math
 import operator
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -88,25 +87,6 @@ def torch_plan(joint: Joint, budget: float, solver: str = "dp") -> TorchPlan:
     seconds = time.perf_counter() - start
     values = frozenset(int(name[1:]) for name in names if name[1:].isdigit())
     return TorchPlan(solver, budget, values, seconds)
-
-
-def candidates(graph: Graph, budget: int, shares: Sequence[float] = (1.0, 0.9)) -> list[tuple[str, set[int]]]:
-    """Torch's plans within `budget` bytes as saved sets of `graph.problem`, for `solve(candidates=...)`.
-
-    None for in-place code, which torch's partitioner does not take, and under torch.func, where it would be
-    asked while others trace. Torch counts its budget as a share of what its own default keeps. It may keep
-    more than asked, so `shares` of it are asked for.
-    """
-    joint = graph.joint
-    if not graph.alone or any(op.mutates for op in joint.ops):
-        return []
-    share = min(budget / max(graph.kept_by_default, 1), 1.0)
-    found = []
-    for asked in dict.fromkeys(share * part for part in shares):
-        plan = torch_plan(joint, asked)
-        bases = {joint.family[joint.values[v].storage][0] for v in plan.values}
-        found.append((f"torch (budget {asked:.2f})", set(graph.places(bases))))
-    return found
 
 
 def compiler_keeps_no_more(graph: Graph, values: int, inputs: int) -> bool:
