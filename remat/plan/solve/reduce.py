@@ -1,5 +1,4 @@
-"""A smaller problem with the same solutions: views contracted, what is free or of no use left out; and
-one with the same optimum, without choices that another choice beats."""
+"""A smaller problem with the same solutions: views contracted, what is free, certain or of no use left out."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ class Reduced:
     problem: Problem
     values: tuple[int, ...]
 
-    def original(self, saved: Iterable[int]) -> frozenset[int]:
-        """A saved set of the smaller problem in the original's numbers."""
-        return frozenset(self.values[v] for v in saved)
+    def named(self, values: Iterable[int]) -> tuple[int, ...]:
+        """Values of the smaller problem in the original's numbers."""
+        return tuple([self.values[v] for v in values])
 
     def whole(self, problem: Problem, solution: Solution) -> Solution:
         """A solution of the smaller problem as one of the original."""
-        found = complete(problem, self.original(solution.saved))
+        found = complete(problem, self.named(solution.saved))
         assert found is not None
         return found
 
@@ -98,70 +97,20 @@ def _wanted(
 
 
 def contract(problem: Problem) -> Reduced:
-    """`problem` without views and without values that need not be kept in a best solution at any budget.
+    """`problem` without views, and without reads of what is there in every solution.
 
-    What the backward needs is there in every solution, so that nothing waits for it: that alone takes most
-    models apart (see `split`). Of a chain of copies one stays. Not every solution of the whole is one of the
-    smaller problem, but one that is as cheap and as small.
+    Nothing waits for that: it alone takes most models apart (see `split`).
 
     Example:
-        >>> from remat.plan.solve.problem import INF, Problem, Solution, complete
-        >>> # An input of 8 bytes, a copy of it, and an op that needs the copy.
+        >>> from remat.plan.solve.problem import INF, Problem
+        >>> # An input, an op that needs it, and an op that reads what that makes: both are needed.
         >>> reads, size = ((), (0,), (1,)), (8.0, 8.0, 2.0)
-        >>> whole = Problem((INF, 0.0, 5.0), reads, (0, 1, 2), size, need=frozenset({0, 2}))
+        >>> whole = Problem((INF, 1.0, 5.0), reads, (0, 1, 2), size, need=frozenset({1, 2}))
         >>> contract(whole).problem.reads
-        ((), ())
+        ((), (0,), ())
     """
-    smaller = reduce(problem)
-    values = smaller.values
-    while True:
-        fewer = _restricted(smaller.problem)
-        if fewer is None:
-            return Reduced(smaller.problem, values)
-        smaller = reduce(fewer)
-        values = tuple(values[v] for v in smaller.values)
-
-
-def _restricted(problem: Problem) -> Problem | None:
-    """The same problem with fewer values that may be kept and fewer reads, or None where none can go."""
-    need = problem.certain
-    reads = tuple(tuple(v for v in read if v not in need) for read in problem.reads)
-    problem, before = replace(problem, reads=reads, need=need), problem
-    sizes = list(problem.size)
-    while _later(problem, sizes) + _sooner(problem, sizes):
-        pass
-    if sizes == list(problem.size) and reads == before.reads and need == before.need:
-        return None
-    return replace(problem, size=tuple(sizes))
-
-
-def _later(problem: Problem, sizes: list[float]) -> int:
-    """Bar the values that all of what is made from them can stand for, and count them."""
-    readers: dict[int, list[int]] = {}
-    relevant = problem.relevant
-    for op in {problem.producer[v] for v in relevant}:
-        for value in problem.reads[op]:
-            readers.setdefault(value, []).append(op)
-    count = 0
-    for value in sorted(relevant - problem.need):
-        if sizes[value] < INF and problem.cost[problem.producer[value]] < INF:
-            made = {v for op in readers[value] for v in problem.outputs[op] if v in relevant}
-            if sum(sizes[v] for v in made) <= sizes[value]:
-                sizes[value] = INF
-                count += 1
-    return count
-
-
-def _sooner(problem: Problem, sizes: list[float]) -> int:
-    """Bar the values that can be made from what is as small, at no cost, and count them."""
-    count = 0
-    for value in sorted(problem.relevant):
-        op = problem.producer[value]
-        if (
-            sizes[value] < INF
-            and not problem.cost[op]
-            and sum(sizes[v] for v in problem.reads[op]) <= sizes[value]
-        ):
-            sizes[value] = INF
-            count += 1
-    return count
+    first = reduce(problem)
+    need = first.problem.certain
+    reads = tuple(tuple(v for v in read if v not in need) for read in first.problem.reads)
+    apart = reduce(replace(first.problem, reads=reads, need=need))
+    return Reduced(apart.problem, first.named(apart.values))
