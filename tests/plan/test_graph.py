@@ -208,11 +208,16 @@ def test_a_share_below_the_least_warns_and_plans_the_least():
     assert BudgetPolicy(0).plan(block, x).kept_bytes == 2048
 
 
-def test_without_scipy_the_fallback_states_its_gap(monkeypatch, told):
+def test_without_scipy_a_plan_is_as_good_or_says_how_far_off_it_may_be(monkeypatch, told):
+    block, x = GPTBlock(32, 4), torch.randn(2, 8, 32)
+    exact = BudgetPolicy(0.55).plan(block, x)
     monkeypatch.setattr("remat.plan.solve.milp.available", lambda: False)
-    plan = BudgetPolicy(0.55).plan(GPTBlock(32, 4), torch.randn(2, 8, 32))
-    assert plan.solver in ("hull", "fill") and plan.kept_bytes <= plan.budget
-    assert plan.lower_bound <= plan.cost and "gap" in str(plan)
+    listed = BudgetPolicy(0.55, time_limit=2.0).plan(block, x)
+    assert listed.solver == "front" and listed.cost == pytest.approx(exact.cost) and not told
+    monkeypatch.setattr("remat.plan.solve.portfolio.front", lambda *_: [])
+    plan = BudgetPolicy(0.55, time_limit=3.0).plan(block, x)
+    assert plan.solver == "hull" and plan.kept_bytes <= plan.budget
+    assert plan.lower_bound <= listed.cost < plan.cost and "gap" in str(plan)
     assert [f"at most {100 * plan.gap:.1f} % of what it recomputes" in line for line in told] == [True]
 
 

@@ -83,11 +83,14 @@ def test_exact_solver_agrees_with_brute_force(problem, budget):
     assert solved.gap <= 2e-3
 
 
-def test_never_worse_than_a_plan_handed_in():
-    """The fallback misses the knapsack's optimum; a candidate that has it is taken, and named."""
+def test_never_worse_than_a_plan_handed_in(monkeypatch):
+    """The hull misses the knapsack's optimum; a candidate that has it is taken, and named."""
     # Three independent ops of one input, 4 bytes: 3 bytes are worth 5 (the best rate), 2 + 2 are worth 6.
     reads, size = ((), (0,), (0,), (0,)), (0.0, 3.0, 2.0, 2.0)
     problem = Problem((INF, 5.0, 3.0, 3.0), reads, (0, 1, 2, 3), size, need=frozenset({1, 2, 3}))
+    listed = solve(problem, 4, exact=False)
+    assert (listed.solution.cost, listed.solver, listed.gap) == (5.0, "front", 0.0)
+    monkeypatch.setattr("remat.plan.solve.portfolio.front", lambda *_: [])
     assert solve(problem, 4, exact=False).solution.cost == 6.0
     solved = solve(problem, 4, exact=False, candidates=[("other", {2, 3})])
     assert (solved.solution.cost, solved.solver, solved.solution.bytes) == (5.0, "other", 4)

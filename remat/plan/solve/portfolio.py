@@ -1,4 +1,4 @@
-"""The search: HiGHS where SciPy is there, hull and fill where not, never worse than a given plan."""
+"""The search: HiGHS where SciPy is there, hull and front where not, never worse than a given plan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from remat.plan.solve import milp
+from remat.plan.solve.host import front
 from remat.plan.solve.hull import bound, hull
 from remat.plan.solve.problem import INF, Problem, Solution, complete, keep_all
 from remat.plan.solve.reduce import contract
@@ -30,7 +31,7 @@ class Solved:
     Attributes:
         solution: the best one found.
         lower_bound: no plan within the budget costs less (unit of the cost model).
-        solver: where the solution came from: "exact", "hull", "fill", "no recomputation", or the name
+        solver: where the solution came from: "exact", "hull", "front", "no recomputation", or the name
             of a plan that was handed in.
         seconds: time the search took.
         forgone: by how much a cheaper one was found, and passed over, as prices do not tell so little.
@@ -66,8 +67,8 @@ def solve(
         time_limit: seconds for the exact search, roughly; when it runs out, the gap says what is proven. It
             is counted in nodes, so that a plan does not depend on how busy the machine is.
         gap: relative gap at which the exact solver may stop; None for 1e-3, or what is 2e-4 of a step.
-        exact: look for the optimum, where SciPy is installed; without, the hull and what fills it up are all
-            there is.
+        exact: let HiGHS look for the optimum, where SciPy is installed. Without, choices are listed, which
+            gives the optimum of models whose ops read few others; of other ones the hull's plan is taken.
         candidates: saved sets of other planners by name: the result is never worse than any that fits.
 
     Raises:
@@ -93,8 +94,9 @@ def solve(
             best = _optimum(smaller.problem, budget, time_limit, ceiling, gap)
             floor = max(floor, best.lower_bound)
             own += [("exact", best.solution)] if best.solution is not None else []
-        elif ceiling > floor:
-            own.append(("fill", fill(smaller.problem, corners, budget)))
+        elif ceiling > floor and (best := _listed(smaller.problem, budget)) is not None:
+            floor = best.cost
+            own.append(("front", best))
         name, small = min(own, key=lambda pair: pair[1].cost)
         found.append((name, smaller.whole(problem, _tidied(smaller.problem, small, budget))))
     name, best = min([*found, *rivals], key=lambda pair: (pair[1].cost, pair[1].bytes))
@@ -104,7 +106,7 @@ def solve(
 def tell_greedy(name: str, gap: float) -> None:
     """Say of a plan that was made without SciPy how far it may be off."""
     if gap > _GAP and not milp.available():
-        text = "Without SciPy the plan of %s is a greedy one: at most %.1f %% of what it recomputes could be "
+        text = "Without SciPy the plan of %s is a rough one: at most %.1f %% of what it recomputes could be "
         text += "spared. pip install 'remat[plan]' has the best one found."
         logging.getLogger("remat").warning(text, name, 100 * gap)
 
@@ -148,6 +150,12 @@ def _optimum(
         if not 0 < found.solution.cost < ceiling * _FAR:
             return best
         ceiling = found.solution.cost
+
+
+def _listed(problem: Problem, budget: float) -> Solution | None:
+    """The optimum, from a list of all choices that no other beats; None where the problem is too tangled."""
+    fitting = [placed for placed in front(problem, 0) if placed.device <= budget]
+    return complete(problem, fitting[-1].kept) if fitting else None
 
 
 def _tidied(problem: Problem, solution: Solution, budget: float) -> Solution:
@@ -195,51 +203,3 @@ def least(problem: Problem) -> Solution:
     check_feasible([] if ends is None else [ends[0]], float("inf"))
     assert ends is not None
     return ends[0]
-
-
-def fill(problem: Problem, corners: list[Solution], budget: float) -> Solution:
-    """From the last corner within the budget towards the next one, piece by piece.
-
-    Two neighbouring corners differ in independent pieces (one a layer, in a deep model); the pieces of
-    best price per byte are taken while they fit.
-    """
-    inside = [c for c in corners if c.bytes <= budget]
-    base = inside[-1]
-    if len(inside) == len(corners):
-        return base
-    goal = corners[len(inside)]
-    best = base
-    ranked = []
-    for piece in _pieces(problem, base.saved ^ goal.saved, base.replayed ^ goal.replayed):
-        moved = complete(problem, base.saved ^ piece)
-        if moved is not None and moved.cost < base.cost:
-            ranked.append(((base.cost - moved.cost) / max(moved.bytes - base.bytes, 1), sorted(piece)))
-    for _, piece in sorted(ranked, key=lambda pair: (-pair[0], pair[1])):
-        moved = complete(problem, best.saved ^ frozenset(piece))
-        if moved is not None and moved.bytes <= budget and moved.cost < best.cost:
-            best = moved
-    return best
-
-
-def _pieces(problem: Problem, values: frozenset[int], ops: frozenset[int]) -> list[frozenset[int]]:
-    """The changed values grouped by connection through changed ops and values."""
-    parent: dict[tuple[str, int], tuple[str, int]] = {}
-
-    def root(key: tuple[str, int]) -> tuple[str, int]:
-        while parent.setdefault(key, key) != key:
-            parent[key] = parent[parent[key]]
-            key = parent[key]
-        return key
-
-    for op in ops:
-        for value in (*problem.outputs[op], *problem.reads[op]):
-            if problem.free(value):
-                continue
-            if value in values:
-                parent[root(("value", value))] = root(("op", op))
-            elif problem.producer[value] in ops:
-                parent[root(("op", problem.producer[value]))] = root(("op", op))
-    groups: dict[tuple[str, int], set[int]] = {}
-    for value in sorted(v for v in values if not problem.free(v)):
-        groups.setdefault(root(("value", value)), set()).add(value)
-    return [frozenset(g) for g in groups.values()]

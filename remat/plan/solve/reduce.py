@@ -1,4 +1,4 @@
-"""A smaller problem with the same solutions: views contracted, what is free, certain or of no use left out."""
+"""A smaller problem with the same solutions: no views, and nothing that is free, certain or of no use."""
 
 from __future__ import annotations
 
