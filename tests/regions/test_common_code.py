@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def listed(x, lengths):
 
 
 def with_its_offsets(x, lengths):
-    rows = jagged(x, lengths)
+    rows: Any = jagged(x, lengths)
     return rows * torch.nested.nested_tensor_from_jagged(rows.values().sin(), rows.offsets())
 
 

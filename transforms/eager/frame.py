@@ -83,6 +83,7 @@ from remat.transforms.tape import (
     Reachability,
     RecomputeSteps,
     Recorder,
+    Replaced,
     Tape,
     TraceFollower,
     holders,
@@ -144,7 +145,8 @@ class Frame(Packer):
         self.spare: dict[int, SavedInput] = {}
         self.handles: list[weakref.ref[Handle] | None] = []  # None where nobody asked for one
         self.values, self.versions = {}, {}
-        self.snapshots, self.raw, self.replaced, self.freed = {}, [], (), {}
+        self.snapshots, self.raw, self.freed = {}, [], {}
+        self.replaced: tuple[Replaced, ...] = ()
         self.program: Program | None = None
         self.rerun: Rerun | None = None
         self.reach: Reachability | None = None
@@ -363,6 +365,7 @@ class Frame(Packer):
                 if known.at != at and at >= tape.arguments:
                     continue  # which the function gives it again
                 tensor = known.before
+                assert tensor is not None  # what an op has read
             if apart:
                 root = tape.outside[at].root
                 if written := root in snapshots:
@@ -456,8 +459,7 @@ class Frame(Packer):
 
     def _run(self, at: int) -> None:
         if self.rerun is not None:
-            frame: Any = self
-            self.values = self.rerun.run(frame)
+            self.values = self.rerun.run(self)
             if self.kept and graph_task() != -1 and not graph_kept():
                 # They go as autograd's own do. Should one be asked for again after all, all ops run.
                 self.kept = {}

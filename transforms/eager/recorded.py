@@ -10,7 +10,7 @@ stay.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,13 +30,16 @@ from remat.transforms.ops import lying_as, metadata, storage
 from remat.transforms.sharded import PLAIN
 from remat.transforms.tape import Held
 
+if TYPE_CHECKING:
+    from remat.transforms.eager.frame import Frame
+
 
 class AskedAgain:
     """Stands in a recorded backward for a value that a frame makes again, or for another layout of it."""
 
     __slots__ = ("frame", "handle", "layout", "meta")
 
-    def __init__(self, frame: Any, handle: Any, meta: Any, layout: Any) -> None:
+    def __init__(self, frame: Frame, handle: Any, meta: Any, layout: Any) -> None:
         self.frame, self.handle, self.meta, self.layout = frame, handle, meta, layout
 
     def get(self) -> torch.Tensor:
@@ -60,7 +63,7 @@ class RecordedNode(Yielding):
         # What it has asked for, by memory, whose number is not given again while a reference is there.
         self.read: dict[int, tuple[Any, ...]] = {}
 
-    def asks(self, frame: Any, handle: Any, value: torch.Tensor) -> None:
+    def asks(self, frame: Frame, handle: Any, value: torch.Tensor) -> None:
         """The node has asked `frame` for a value, which is made again for whoever asks for it later."""
         if _in_one_block(value):
             found = storage_held(value), weakref.ref(frame), handle, _numbers(value), metadata(value)
@@ -102,7 +105,7 @@ def unpacked(packed: Any) -> torch.Tensor:
     return packed.get()
 
 
-def hold_again(frame: Any, handle: Any, value: torch.Tensor) -> None:
+def hold_again(frame: Frame, handle: Any, value: torch.Tensor) -> None:
     """A node of a recorded backward has asked `frame` for a value: what it saves of that is the handle."""
     if graph_task() == -1 or active.stack or in_transform() or hooks_disabled() is not None:
         return

@@ -49,7 +49,7 @@ class Rerun:
     def __init__(self, needs: RecomputeSteps, absent: Any, prints: list[Fingerprint] | None) -> None:
         self.needs, self.absent, self.prints = needs, absent, prints
         # Only while it runs: the frame holds this, and what it holds must go when autograd lets it go.
-        self.frame: Any = None
+        self.frame: Frame = None  # type: ignore[assignment]
         self.count = -1  # how many values the run under way has saved
         self.values: dict[int, torch.Tensor] = {}
         self.replay: Replay | None = None
@@ -72,7 +72,7 @@ class Rerun:
         try:
             return self._run(frame, frame.inputs)
         finally:
-            self.frame = None
+            self.frame = None  # type: ignore[assignment]
 
     def _run(self, frame: Frame, inputs: Inputs) -> dict[int, torch.Tensor]:
         count = range(frame.tape.arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -22,6 +22,9 @@ from remat.transforms.context import Numbered, beyond_regions, numbered, numbere
 from remat.transforms.errors import RematError, not_repeated, written
 from remat.transforms.ops import hands_out, lying_as, metadata, version_of
 from remat.transforms.tape import Held, Tape, map_tensors
+
+if TYPE_CHECKING:
+    from remat.transforms.eager.frame import Frame
 
 # Tensors that a region under hooks of the user's has made of nothing that it was given, and that were stored:
 # a later run finds them (in a cache, on a module) and makes none. Such are no business of hooks, in any run.
@@ -195,8 +198,6 @@ def enclosed() -> bool:
 # its graph, and those of weights much later. The first time a region is recomputed for both, and what the
 # later passes read again is noted in its trace. From then on these values stay, but for regions in regions.
 
-# A `frame` here is a `frame.Frame`, whose file imports this one.
-
 RESTING = -2  # the `task` of a frame whose values have outlived their pass
 
 
@@ -213,7 +214,7 @@ class _Passing(threading.local):
 _passing = _Passing()
 
 
-def noted(frame: Any, task: int) -> None:
+def noted(frame: Frame, task: int) -> None:
     """Note that values of `frame` are read in the backward pass `task`, -1 outside of any."""
     if task == -1:
         return
@@ -250,7 +251,7 @@ def _ended(passed: list[Any], task: int) -> None:
         _passing.task = -1
 
 
-def resumed(frame: Any, task: int, at: int) -> bool:
+def resumed(frame: Frame, task: int, at: int) -> bool:
     """Whether value `at` has outlived its pass and may be read in another: nobody wrote to its memory.
 
     Or that pass goes on, and a node of it differentiates (implicit layers): inner passes read what it made.
@@ -269,7 +270,7 @@ def resumed(frame: Any, task: int, at: int) -> bool:
     return True
 
 
-def one_at_a_time(frame: Any) -> None:
+def one_at_a_time(frame: Frame) -> None:
     """Values of a frame are about to be made: let go of what the one before has left unread.
 
     Through a recorded backward and the forward's own graph a pass comes by twice; of tangents with a history
@@ -282,12 +283,12 @@ def one_at_a_time(frame: Any) -> None:
     _passing.last = weakref.ref(frame) if leaves else None
 
 
-def _around(frame: Any) -> Iterator[Any]:
+def _around(frame: Frame) -> Iterator[Packer]:
     """The frames of the regions around this one, the next one first."""
     hooks = frame.inputs.hooks
-    while hooks is not None and isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
-        yield frame
-        hooks = frame.inputs.hooks
+    while hooks is not None and isinstance(around := getattr(hooks[0], "__self__", None), Packer):
+        yield around
+        hooks = around.inputs.hooks
 
 
 # -- hooks, and transforms of torch.func --------------------------------------------------------------

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from remat.transforms.compat import graph_task
 from remat.transforms.context import active, untracked
 from remat.transforms.eager.rerun import Rerun
-from remat.transforms.eager.residuals import bytes_of
+from remat.transforms.eager.residuals import Residuals, bytes_of
 from remat.transforms.eager.saved import tables, users
 from remat.transforms.errors import RematError
 from remat.transforms.offload import held_tensors
@@ -35,10 +35,11 @@ from remat.transforms.tape import (
     sent_away,
 )
 
-# A `frame` here is a `frame.Frame`, whose file imports this one.
+if TYPE_CHECKING:
+    from remat.transforms.eager.frame import Frame
 
 
-def settle(frame: Any, recorder: Recorder, out: Any) -> None:
+def settle(frame: Frame, recorder: Recorder, out: Any) -> None:
     """Keep what is needed of arguments and values; `out` is what the function returned."""
     tape = frame.tape
     outs = frame.differentiated(out)
@@ -76,9 +77,9 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         frame.kept = {at: recorder.kept[at] for at in program.kept}
         held.update(program.outside)
         # What is not held after all is no business of hooks.
-        if _prefers_residuals(frame, recorder, held):
+        if (residuals := _smaller_residuals(frame, program, recorder, held)) is not None:
             frame.kept = {}
-            frame.hold_residuals(frame.residuals)
+            frame.hold_residuals(residuals)
         else:
             frame.residuals = None
             frame.take(recorder, held)
@@ -86,7 +87,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         report_frame(frame, recorder)
 
 
-def _needed(frame: Any, recorder: Recorder, outs: list[torch.Tensor]) -> tuple[list[int], RecomputeSteps]:
+def _needed(frame: Frame, recorder: Recorder, outs: list[torch.Tensor]) -> tuple[list[int], RecomputeSteps]:
     tape = frame.tape
     frame.dead = frozenset([i for i in range(len(tape.saved_values)) if not frame.is_held(i)])
     frame.hollow = read_for_shape(tape, outs, frame.start) - frame.dead
@@ -95,7 +96,7 @@ def _needed(frame: Any, recorder: Recorder, outs: list[torch.Tensor]) -> tuple[l
     return wanted, RecomputeSteps(tape, tape.sources_of(wanted), recorder.kept)
 
 
-def note_tables(frame: Any, recorder: Recorder) -> None:
+def note_tables(frame: Frame, recorder: Recorder) -> None:
     """Note, under hooks of the user's, what this call has made of nothing that it was given."""
     if users(frame.inputs.hooks) is None:
         return
@@ -114,14 +115,14 @@ def _tables(recorder: Recorder) -> list[bool]:
     return found
 
 
-def _prints(frame: Any, recorder: Recorder, out: Any) -> list[Fingerprint] | None:
+def _prints(frame: Frame, recorder: Recorder, out: Any) -> list[Fingerprint] | None:
     """What a second run is compared by where its ops are not; None where it may return other numbers."""
     unlike = bool(frame.tape.loose or frame.replaced or frame.freed)
     compared = unlike and frame.region.compares_results(bool(recorder.random))
     return fingerprints_of(flatten(out)[0]) if compared else None
 
 
-def broken_off(frame: Any, recorder: Recorder, error: BaseException) -> None:
+def broken_off(frame: Frame, recorder: Recorder, error: BaseException) -> None:
     """An exception ends the forward: settle what ran until then, for values may leave with the exception, or
     lie in a module."""
     settled = False
@@ -140,7 +141,7 @@ def broken_off(frame: Any, recorder: Recorder, error: BaseException) -> None:
             drop(frame)
 
 
-def drop(frame: Any) -> None:
+def drop(frame: Frame) -> None:
     """Hold nothing, as the forward was broken off: what is not settled leads back to the frame through the
     graph, and nothing would free it."""
     frame.recorder = frame.late = frame.residuals = frame.program = frame.rerun = frame.store = None
@@ -161,30 +162,36 @@ def steady(direct: dict[int, int], recorder: Recorder) -> dict[int, int]:
     return {i: at for i, at in direct.items() if id(recorder.outside[at]) not in other}
 
 
-def computed(frame: Any) -> list[int]:
+def computed(frame: Frame) -> list[int]:
     """The saved values that have to be made again: not those from outside, nor what nobody reads."""
     others = frame.direct.keys() | frame.dead | frame.hollow
     return [i for i in range(len(frame.tape.saved_values)) if i not in others]
 
 
-def _prefers_residuals(frame: Any, recorder: Recorder, held: set[int]) -> bool:
-    # Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves
-    # (a reduction, a cast down), the saved values themselves are the better thing to keep.
-    residuals, program = frame.residuals, frame.program
+def _smaller_residuals(
+    frame: Frame, program: Program, recorder: Recorder, held: set[int]
+) -> Residuals | None:
+    """All that autograd saves, where that is smaller than what would be held in its place.
+
+    Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves (a
+    reduction, a cast down), the saved values themselves are the better thing to keep.
+    """
+    residuals = frame.residuals
     if residuals is None or not any(step.call for step in program.steps):
-        return False
+        return None
     # What lies in memory that the region writes to is another value by the next call.
     tape = frame.tape
     if recorder.snapshots and any(
         tape.root_of(number) in recorder.snapshots for number, _ in tape.saved_values
     ):
-        return False
+        return None
     needed = [tensor for at in held if (tensor := recorder.outside[at]) not in tables]
     residuals.leave(frame.hollow)
-    return residuals.count() < bytes_of([*needed, *tensors_in(list(frame.kept.values()))])
+    smaller = residuals.count() < bytes_of([*needed, *tensors_in(list(frame.kept.values()))])
+    return residuals if smaller else None
 
 
-def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
+def hold_kept(frame: Frame, recorder: Recorder, out: Any) -> None:
     """Hold what is kept until the backward, by the user's hooks where there are some.
 
     Hooks see it after what is held from outside, each in the order of the tape: torch's checkpoint takes what
@@ -236,7 +243,7 @@ def _tell_numbers(kept: dict[int, Any], recorder: Recorder) -> None:
 # -- reports, and early backwards ----------------------------------------------------------------------
 
 
-def report_frame(frame: Any, recorder: Recorder) -> None:
+def report_frame(frame: Frame, recorder: Recorder) -> None:
     """Report every tensor that a frame holds until its backward, and why."""
     name, tape, nodes = frame.region.name, frame.tape, frame.tape.nodes
     for at, held in frame.held.items():
@@ -272,7 +279,7 @@ def report_frame(frame: Any, recorder: Recorder) -> None:
         report(Kept("random", tensor, name, -1))
 
 
-def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:
+def early_value(frame: Frame, at: int, recorder: Recorder) -> torch.Tensor:
     """Saved value `at`: as it still is, or made again from the part of the tape that there is."""
     recorder.start_recording()
     recorder.tell_saved()
@@ -301,7 +308,7 @@ def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:
     return value
 
 
-def _partly(frame: Any, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
+def _partly(frame: Frame, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
     """What was saved so far and may still be asked for."""
     tape = frame.tape
     wanted = [i for i in computed(frame) if i == at or frame.is_held(i)]
