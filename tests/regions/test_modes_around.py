@@ -178,6 +178,36 @@ def test_a_switch_that_a_hook_turns_in_the_middle_of_a_backward(which, turned_be
         torch.testing.assert_close(run(region), want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("way", ["backward", "grad", "forward over reverse"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_default_dtype_that_the_function_turns(way, policy):
+    """What takes its dtype from that has the same one when it is made again, and so in a later call that
+    turns it otherwise."""
+    inside = [torch.float32]
+
+    def block(x):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(inside[0])
+        try:
+            scale = torch.rand(4) * (torch.arange(4) / 3)
+        finally:
+            torch.set_default_dtype(before)
+        return (x * scale).sin().sum()
+
+    def run(fn):
+        torch.manual_seed(3)
+        x = rand(4).requires_grad_()
+        if way == "backward":
+            return torch.autograd.grad(fn(x), x)[0]
+        x, gradient = x.detach(), torch.func.grad(fn)
+        return gradient(x) if way == "grad" else torch.func.jvp(gradient, (x,), (x.cos(),))
+
+    region = remat(block, policy=policy)
+    for dtype in (torch.float32, torch.float32, torch.float64, torch.float16):
+        inside[0] = dtype
+        torch.testing.assert_close(run(region), run(block), rtol=0, atol=0)
+
+
 def test_autocast_and_grad_mode_that_a_hook_turns():
     def block(x, w):
         return (x @ w).sin() @ w + x

@@ -431,6 +431,32 @@ def test_parameters_and_buffers_are_what_they_were(look, write):
     )
 
 
+class Running(torch.autograd.Function):
+    """Writes its running mean, of which it returns the same tensor."""
+
+    @staticmethod
+    def forward(ctx, x, mean):  # pyright: ignore[reportIncompatibleMethodOverride]
+        mean.mul_(0.9).add_(x.mean(0))
+        ctx.mark_dirty(mean)
+        return x - mean, mean
+
+    @staticmethod
+    def backward(ctx, g, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g - g.mean(0), None
+
+
+@pytest.mark.parametrize("look", ["saved_residuals", "explain", "pareto", "budget", "fit of a function"])
+def test_a_buffer_that_a_function_marks_as_dirty_has_no_history_of_a_look(look):
+    m: Any = nn.Linear(3, 3)
+    m.register_buffer("mean", torch.zeros(3))
+    fn = lambda x: (Running.apply(m(x), m.mean)[0] * m.mean).sin()  # noqa: E731
+    if look == "budget":
+        checkpoint_policy(budget=1.0).plan(fn, torch.ones(2, 3))  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        LOOKS[look](fn, torch.ones(2, 3))
+    assert m.mean.grad_fn is None and not m.mean.requires_grad and torch.equal(m.mean, torch.zeros(3))
+
+
 # -- the user's Python --------------------------------------------------------------------------------
 
 
@@ -508,6 +534,27 @@ def test_no_tensor_without_data_stays_in_python_and_what_was_there_does(look):
         assert held["ema"] is before and held["boxes"] == [box]
     out = fn(x)
     assert torch.equal(out, (x * torch.arange(3.0)).sin().exp())
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.vmap(torch.func.grad(f))])
+def test_no_tensor_without_data_stays_wrapped_by_a_transform(transform):
+    """What an object among the arguments has come to hold was batched when it was made."""
+
+    def fn(x, state):
+        state.seen.append(x.cos())
+        state.last = x.sin()
+        return state.last.exp()
+
+    region = remat.remat(fn, policy=checkpoint_policy(budget=0.5))
+
+    def loss(x, fn: Any = region):
+        state: Any = Plain()
+        state.seen = []
+        return (fn(x, state) * state.last * state.seen[0]).sum()
+
+    for _ in range(2):
+        x = torch.rand(3, 4)
+        assert same(transform(loss)(x), transform(lambda x: loss(x, fn))(x))
 
 
 class Key:

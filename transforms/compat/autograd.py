@@ -262,7 +262,8 @@ def _substituted(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _noted(made: Any, how: str) -> Any:
     for mode in _told():
-        getattr(mode, how)(made)
+        if (note := getattr(mode, how, None)) is not None:
+            note(made)
     return made
 
 
@@ -270,6 +271,8 @@ def at_function_apply(kind: type[Any]) -> None:
     """From now on every `autograd.Function.apply` below functorch levels goes on with what `of_apply` of the
     torch-function modes of this kind makes of its arguments, the innermost mode first."""
     _kinds.append(kind)
+    if len(_kinds) > 1:
+        return
 
     def unwrap_dead_wrappers(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return _unwrap_dead_wrappers(_substituted(args))

@@ -191,7 +191,9 @@ class TraceFollower(Recorder):
     def _matches(self, node: Node, args: Any, kwargs: Any) -> bool:
         """Whether an op is called as on the tape; binds what it reads from outside for the first time."""
         bound = len(self.outside)
-        if len(args) == len(node.args) and (not kwargs) == (not node.kwargs) and self._lies_alike(node, args):
+        counted = len(args) == len(node.args) and (not kwargs) == (not node.kwargs)
+        typed = node.default is None or node.default is torch.get_default_dtype()
+        if counted and typed and self._lies_alike(node, args):
             alike = all(map(self._alike, node.args, args))
             if alike and (not kwargs or self._alike(node.kwargs, kwargs)):
                 return True
@@ -428,7 +430,8 @@ def constants_just(constants: Any, args: Any) -> bool:
 def _check(node: Node) -> Check:
     refs = tuple([(i, int(arg)) for i, arg in enumerate(node.args) if type(arg) is Ref])
     others = tuple([(i, arg, _is_plain(arg)) for i, arg in enumerate(node.args) if type(arg) is not Ref])
-    flat = not node.kwargs and not any(refs_in(arg) for _, arg, _ in others) and not _makes_alike(node)
+    nested = any(refs_in(arg) for _, arg, _ in others)
+    flat = not (node.kwargs or nested or node.default or _makes_alike(node))
     watched = bool(node.written) or node.draws
     count = len(node.args) if flat else -1
     return Check(node.op, count, refs, others, watched, call_of(node), node.first)

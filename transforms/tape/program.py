@@ -260,6 +260,8 @@ def _step(tape: Tape, needs: RecomputeSteps, at: int, unread: set[int]) -> Step:
         step.call = functools.partial(_on_alias, step.call)
     if node.shape_only:
         step.call, step.args, step.kwargs = _like(tape, at, step.call)
+    if node.default is not None:
+        step.call = functools.partial(_by_default, node.default, step.call)
     step.flat = [(i, int(arg)) for i, arg in enumerate(step.args) if type(arg) is Ref]
     step.nested = [i for i, arg in enumerate(step.args) if isinstance(arg, (list, tuple)) and refs_in(arg)]
     return step
@@ -268,6 +270,17 @@ def _step(tape: Tape, needs: RecomputeSteps, at: int, unread: set[int]) -> Step:
 def _on_alias(call: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Let an op change the shape of one tensor of those that share a value: `k = h.detach(); k.t_()`."""
     return call(tensor.data, *args, **kwargs)
+
+
+def _by_default(dtype: torch.dtype, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run an op with the default dtype that it had."""
+    if (before := torch.get_default_dtype()) is dtype:
+        return call(*args, **kwargs)
+    torch.set_default_dtype(dtype)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _like(tape: Tape, at: int, call: Callable[..., Any]) -> tuple[Callable[..., Any], Any, Any]:

@@ -58,6 +58,7 @@ from remat.transforms.tape.tape import (
     Ref,
     Tape,
     ValueNumbering,
+    default_of,
     is_graded,
     map_tensors,
     reads,
@@ -254,7 +255,7 @@ class Recorder(KeptValues):
         if draws_from is not None:
             self.random[at] = draws_from
         self._link_operands(node, facts, args)
-        node.graded = is_graded(tape, node, facts, args)
+        node.graded, node.default = is_graded(tape, node, facts, args), default_of(node, args, kwargs)
         if facts.collective:
             node.args, node.outs = without_objects(node.args), without_objects(node.outs)
             tape.groups |= groups_in(func, args)

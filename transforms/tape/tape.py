@@ -111,6 +111,7 @@ class Node:
     overwrites: tuple[int, ...]  # ops whose kept results lie in those, and are copied before
     graded: bool  # whether gradients were on
     shape_only: bool  # whether it makes a tensor like its first operand, whose numbers it does not read
+    default: torch.dtype | None  # the default dtype, where its results have their dtype from that
     draws: bool  # whether it advances a random number generator
     optional: bool  # whether a recomputation by user code may lack it, or have it where the forward had not
     verdict: int  # RECOMPUTE, OFFLOAD or SAVE
@@ -274,6 +275,20 @@ def is_graded(tape: Tape, node: Node, facts: Traits, args: Any) -> bool:
         and not any([tape.nodes[i].graded for i in node.deps])
         and not any([t.requires_grad for t in tensors_in(args)])
     )
+
+
+def default_of(node: Node, args: Any, kwargs: Any) -> torch.dtype | None:
+    """The default dtype, where the results of an op that ran now may have theirs from it.
+
+    User code may turn it inside of a region. (No op with an operand of floating point asks for it.)
+    """
+    asks = type(node.outs) is Meta and _is_inexact(node.outs[2]) and kwargs.get("dtype") is None
+    given = asks and any(_is_inexact(t.dtype) for t in tensors_in((args, kwargs)))
+    return torch.get_default_dtype() if asks and not given else None
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 class RecomputeSteps:

@@ -20,6 +20,7 @@ from remat.transforms.compat import (
     functions_as_they_are,
     is_fake,
     outside_all_modes,
+    unwrapped,
 )
 
 T = TypeVar("T")
@@ -53,7 +54,8 @@ def _take_out(reach: Reach, modes: list[Any]) -> None:
     alive = [mode for ref in modes if (mode := ref()) is not None]
 
     def made(tensor: Any) -> bool:
-        return is_fake(tensor) and any(tensor.fake_mode is mode for mode in alive)
+        bottom: Any = unwrapped(tensor)  # (a transform inside, or around, wraps what is made in it)
+        return is_fake(bottom) and any(bottom.fake_mode is mode for mode in alive)
 
     if alive:
         reach.without(made)

@@ -22,6 +22,7 @@ from remat.plan.joint.fused import kernel_of_target
 from remat.transforms import ADDRESSES, RematError, flatten, is_tensor, unflatten, untracked
 from remat.transforms.closure import trial
 from remat.transforms.compat import (
+    at_function_apply,
     autocasting,
     dispatch_is_off,
     fake_mode,
@@ -67,6 +68,11 @@ class StandIns(TorchFunctionMode):
             return kind([self.swapped(v) for v in value])
         return {k: self.swapped(v) for k, v in value.items()} if kind is dict else value
 
+    def of_apply(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What an `autograd.Function` is given, whose `apply` calls no torch function: one that marks a
+        tensor as dirty would hang the trace's history on the real one."""
+        return self.swapped(args)
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a tensor; a subclass of somebody else's stays, its ops are what it says."""
         known = self._made.get(id(tensor))
@@ -98,6 +104,9 @@ class StandIns(TorchFunctionMode):
             except (RuntimeError, NotImplementedError):
                 # Layouts that fakes do not know.
                 return tensor
+
+
+at_function_apply(StandIns)
 
 
 class NotOnFakes(RematError):
