@@ -2,6 +2,7 @@
 
     make size
     python -m benchmarks.size transforms/scan transforms/compiled
+    python -m benchmarks.size --by-hand  # what others do by hand: tiles, roles, inputs on the host
 
 A statement is a node of `ast.stmt`, but for docstrings and bare constants (`...`). Names, line breaks and
 comments do not change the number, so it says more than lines do. `documented` is the share of modules,
@@ -18,6 +19,38 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("transforms", "remat", "benchmarks", "tests", "docs", "examples")
+# What was added for tiles, the loss head, inputs on the host, modules and roles, associative scans: whole
+# files, and in shared ones the definitions of these names and the statements that name them.
+BY_HAND = (
+    *("remat/_scan/tiles.py", "remat/_scan/mixing.py", "remat/_scan/tile_bytes.py", "remat/losses.py"),
+    *("remat/_scan/associative.py", "remat/presets.py", "remat/policies/_modules.py"),
+    "remat/_torch/modules.py",
+    "transforms/offload/transfer.py::INPUT _Queue _queue source leave watched storage",
+    "transforms/offload/__init__.py::INPUT",
+    "transforms/tape/kept_values.py::INPUT",
+    "transforms/compiled/record.py::INPUT",
+    "transforms/compiled/barrier.py::waits _waiting hosts",
+    "transforms/scan/spec.py::joined unroll stack",
+    "transforms/scan/body.py::at_once whole",
+    "transforms/scan/function.py::at_once _at_once",
+    "transforms/scan/traced/entry.py::unroll",
+    "remat/_scan/scan.py::unroll",
+    "remat/_dynamo/scan.py::joined unroll",
+    "remat/_dynamo/region.py::naming_inputs sends",
+    "remat/_region.py::inputs Inputs sends names naming_inputs HostInputs",
+    "remat/_api.py::inputs Inputs modules RuleOfModules",
+    "remat/policies/_base.py::needs_modules unmet sends_inputs",
+    "remat/policies/_selective.py::HostInputs LEAST_BYTES INPUT",
+    "remat/policies/_selector.py::_module modules _unmet INPUT module_path needs_modules",
+    "remat/policies/_makers.py::save_modules",
+    "remat/policies/__init__.py::ROLES RuleOfModules by_role role_of save_modules HostInputs",
+    "remat/_core/opinfo.py::module _module",
+    "remat/_torch/__init__.py::module_path paths_of",
+    "remat/interop/torchtitan.py::presets save_modules",
+    "remat/_scan/__init__.py::tiled Tiled check_tiles associative_scan_remat",
+    "remat/_dynamo/__init__.py::naming_inputs",
+    "remat/__init__.py::tiled associative_scan_remat save_modules presets losses",
+)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -60,11 +93,30 @@ def size_of(source: str) -> Size:
     return Size(1, statements, len(source.splitlines()), places, docstrings, docstring_lines)
 
 
+def statements_of(source: str, names: Sequence[str]) -> int:
+    """The statements that define these names, with all inside, and the other ones that name them."""
+
+    def named(node: ast.AST) -> bool:
+        said = {getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname")}
+        below = (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt))
+        return not said.isdisjoint(names) or any(map(named, below))
+
+    def count(node: ast.AST) -> int:
+        if isinstance(node, _DOCUMENTED[1:]) and node.name in names:
+            return size_of(ast.unparse(node)).statements
+        return (isinstance(node, ast.stmt) and named(node)) + sum(map(count, ast.iter_child_nodes(node)))
+
+    return count(ast.parse(source))
+
+
 def size_below(place: Path) -> Size:
     """The size of all Python files below a folder, or of a file.
 
     Links to folders, such as `remat/transforms`, are not followed: what they lead to counts where it lies.
     """
+    path, _, names = str(place).partition("::")
+    if names:
+        return Size(1, statements_of(Path(path).read_text(), names.split()))
     found = [place] if place.is_file() else _sources(place)
     return sum((size_of(path.read_text()) for path in found), Size())
 
@@ -90,7 +142,12 @@ def table(places: Sequence[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.size", description=__doc__)
     parser.add_argument("places", nargs="*", default=PACKAGES, help="folders or files; all packages if none")
-    print(table(parser.parse_args().places))
+    parser.add_argument("--by-hand", action="store_true", help="what was added for what people do by hand")
+    args = parser.parse_args()
+    if args.by_hand:
+        print(sum(size_below(ROOT / place).statements for place in BY_HAND), "statements")
+    else:
+        print(table(args.places))
 
 
 if __name__ == "__main__":

@@ -120,6 +120,9 @@ class OpInfo:
     def module(self) -> str:
         """The path of the module that runs the op, from the outermost module around it that holds it.
 
+        If the op reads a matrix of the module's own that is not called `weight`, the path ends with its name:
+        `layers.0.mlp.experts.down_proj`.
+
         Raises:
             RematError: the policy does not ask for modules.
         """

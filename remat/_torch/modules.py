@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+
+from remat.transforms.compat import storage_key, unwrapped
 
 # Every call of a module runs these; while a compiler traces it only the first one has a frame.
 CALLED, CALL = torch.nn.Module._wrapped_call_impl.__code__, torch.nn.Module._call_impl.__code__
@@ -29,10 +31,13 @@ def running(code: Any) -> list[torch.nn.Module]:
     return found
 
 
-def module_path(inside: torch.nn.Module | None = None) -> str:
+def module_path(inside: torch.nn.Module | None = None, read: Sequence[torch.Tensor] = ()) -> str:
     """The path of the module that runs, from the outermost one around it that holds it; "" for none.
 
-    `inside`: a module that is about to run.
+    Args:
+        inside: a module that is about to run.
+        read: what an op reads. If that is a matrix of the module's own that is not called `weight`, as
+            grouped experts have several, the path ends with its name.
     """
     modules, frame, below = [] if inside is None else [inside], sys._getframe(1), ""
     while frame is not None:
@@ -43,10 +48,11 @@ def module_path(inside: torch.nn.Module | None = None) -> str:
         ):
             # What Dynamo traced runs node by node, and each knows where it comes from.
             modules, (here, below) = [], _path_in(stack)
+            below = ".".join([below, *_matrix_in(frame.f_locals["n"], below)])
             if not here:
                 return below
         frame = frame.f_back
-    path = [below] if below else []
+    path = [below] if below else _matrix_of(modules[0], read) if modules and read else []
     for inner, outer in zip(modules, modules[1:], strict=False):
         # A view of a module, as `remat(module)` is one, has its very attributes.
         if vars(inner) is not vars(outer):
@@ -54,6 +60,32 @@ def module_path(inside: torch.nn.Module | None = None) -> str:
                 break
             path.append(name)
     return ".".join([part for part in reversed(path) if part != "_orig_mod"])
+
+
+def _matrix_of(module: torch.nn.Module, read: Sequence[torch.Tensor]) -> list[str]:
+    """The name of the matrix of a module's own that an op reads: by shape, which rows and casts of it have,
+    too; of several by memory."""
+    own = {n: unwrapped(p) for n, p in module._parameters.items() if p is not None and n != "weight"}
+    for t in reversed(read) if own else ():  # of a product the right operand first
+        sides = sorted(t.shape[-2:])
+        names = [n for n, p in own.items() if p.dim() > 1 and sorted(p.shape[-2:]) == sides]
+        if len(names) > 1:
+            names = [n for n in names if storage_key(own[n]) == storage_key(t)]
+        if len(names) == 1:
+            return names
+    return []
+
+
+def _matrix_in(node: torch.fx.Node, path: str) -> list[str]:
+    """The same of a node that Dynamo wrote in the module at this path: by the name it gave a parameter."""
+    for read in node.args:
+        while isinstance(read, torch.fx.Node) and read.args:
+            read = next(iter(read.all_input_nodes), None)
+        last = re.escape(path.rpartition(".")[2])
+        own = re.search(rf"_{last}_parameters_(\w+?)_*$", getattr(read, "name", ""))
+        if own is not None and own[1] != "weight":
+            return [own[1]]
+    return []
 
 
 def _name_in(outer: torch.nn.Module, inner: torch.nn.Module) -> str | None:

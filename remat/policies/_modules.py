@@ -38,6 +38,10 @@ ROLES: dict[str, tuple[str, ...]] = {
         ),
         "*.shared_expert_gate",
     ),
+    "moe_gate": ("*.experts.*gate_proj", "*.experts.*w1"),
+    "moe_up": ("*.experts.*up_proj", "*.experts.*w3", "*.experts.*v1"),
+    "moe_down": ("*.experts.*down_proj", "*.experts.*w2"),
+    # All of these, and the products of experts of which nobody can tell which one they are.
     "moe_experts": ("*.experts", "*.experts.*"),
     "query_proj": ("*.q_proj", "*.wq", "*.Wq", "*.query", "*.q_lin", "*.q_b_proj", "*Attention.q"),
     "key_proj": ("*.k_proj", "*.wk", "*.Wk", "*.key", "*.k_lin", "*Attention.k"),
@@ -70,7 +74,7 @@ _ALIASES = {
         "mlpwo": "mlp_down",
     },
     **{"kv_proj": "qkv_proj", "mla_q": "query_proj", "mla_kv": "qkv_proj"},
-    **dict.fromkeys(("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"), "moe_experts"),
+    **{"moe_mlpwi_0": "moe_gate", "moe_mlpwi_1": "moe_up", "moe_mlpwo": "moe_down"},
 }
 # The block's own arguments: held, or sent to the host.
 _INPUT = "decoder_layer_input"
@@ -88,7 +92,9 @@ def role_of(path: str) -> str | None:
 def _means(key: str, path: str) -> bool:
     """Whether what runs in the module at a path is meant: by its role, or by a pattern for it, or around."""
     if key == ATTENTION or key in ROLES:
-        return key == ATTENTION or role_of(path) == key
+        role = role_of(path)
+        experts = key == "moe_experts" and role in ("moe_gate", "moe_up", "moe_down")
+        return key == ATTENTION or role == key or experts
     return any(fits(key, whole) for whole in itertools.accumulate(path.split("."), "{}.{}".format))
 
 

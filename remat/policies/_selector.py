@@ -134,17 +134,17 @@ class PolicySelector:
             at,
             self.region,
             call,
-            self._module(),
+            self._module(args),
         )
         verdict = check_verdict(self.policy, info, self.policy(info))
         if node.name is None:
             self.said[at] = info, verdict
         return verdict.value
 
-    def _module(self) -> str | None:
+    def _module(self, args: Any) -> str | None:
         if not self.policy.needs_modules:
             return None
-        self.modules[path := module_path()] = None
+        self.modules[path := module_path(read=list(tensors_in(args)))] = None
         return path
 
     def name(self, record: KeptValues, at: int, value: torch.Tensor, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.size import Size, size_below, size_of, table
+from benchmarks.size import BY_HAND, ROOT, Size, size_below, size_of, table
 
 _SOURCE = '''"""A module."""
 
@@ -50,3 +50,16 @@ def test_packages_have_a_row_each() -> None:
     rows = [line.split() for line in table(["transforms", "remat"]).splitlines()[1:]]
     assert [row[0] for row in rows] == ["transforms", "remat"]
     assert all(int(row[2]) > 1000 for row in rows)
+
+
+def test_names_in_a_shared_file(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(
+        _SOURCE + "\n\ndef other(name):\n    if name:\n        return function(1)\n"
+    )
+    # The class with its value, the function with what is in it, and where it is called.
+    assert size_below(tmp_path / "one.py::Name") == Size(1, 2)
+    assert size_below(tmp_path / "one.py::function") == Size(1, 4 + 1)
+
+
+def test_what_is_counted_together_is_there() -> None:
+    assert all(size_below(ROOT / place).statements for place in BY_HAND)

@@ -277,7 +277,8 @@ def test_every_preset_is_in_the_table():
 GATED = {"query_proj", "key_proj", "value_proj", "out_proj", "mlp_gate", "mlp_up", "mlp_down"}
 FUSED = {"qkv_proj", "out_proj", "mlp_up", "mlp_down"}
 APART = GATED - {"mlp_gate"}
-EXPERTS = GATED - {"mlp_gate", "mlp_up", "mlp_down"} | {"moe_router", "moe_experts"}
+# Gate and up of experts in transformers are one product: `moe_up`, as a fused one of an MLP is `mlp_up`.
+EXPERTS = GATED - {"mlp_gate", "mlp_up", "mlp_down"} | {"moe_router", "moe_up", "moe_down"}
 LATENT = (GATED | EXPERTS) - {"key_proj", "value_proj"} | {"qkv_proj"}
 # The roles that an architecture of transformers has, and how many of its products in layers have none.
 ARCHITECTURES = {
@@ -307,7 +308,12 @@ ARCHITECTURES = {
         ("layers.0.feed_forward.w3", "mlp_up"),
         ("layers.0.feed_forward.w2", "mlp_down"),
         ("layers.0.moe.router.gate", "moe_router"),
+        ("layers.0.moe.experts.w1", "moe_gate"),
+        ("layers.0.moe.experts.w3", "moe_up"),
+        ("layers.0.moe.experts.w2", "moe_down"),
         ("layers.0.moe.experts", "moe_experts"),
+        ("layers.0.mlp.experts.gate_up_proj", "moe_up"),  # transformers
+        ("layers.0.mlp.experts.7.down_proj", "moe_down"),
         ("layers.0.moe.shared_experts.w2", "mlp_down"),
         ("model.layers.10.self_attn.q_b_proj", "query_proj"),  # DeepSeek
         ("model.layers.10.self_attn.kv_b_proj", "qkv_proj"),
@@ -349,9 +355,74 @@ def test_roles_of_transformers(kind):
     of = {
         path: [role for role, some in ROLES.items() if any(fits(one, path) for one in some)] for path in found
     }
-    assert not [
-        path for path, roles in of.items() if len(roles) > 1 and roles[0] not in ("moe_router", "moe_experts")
-    ]
+    assert not [path for path, roles in of.items() if len(roles) > 1 and not roles[0].startswith("moe_")]
+
+
+class Experts(nn.Module):
+    """Three experts that own their matrices; each token goes to one. They read these as they are, one after
+    another, rows of them that they gather, or casts."""
+
+    READS = {
+        "all": lambda w: w,
+        "rows": lambda w: w[torch.tensor([2, 0, 1])],
+        "cast": lambda w: w.double(),
+    }
+
+    def __init__(self, how, names):
+        super().__init__()
+        self.how, self.names = how, names
+        for name in names:
+            shape = {"w2": (24, 8), "down_proj": (24, 8), "gate_up_proj": (8, 48)}.get(name, (8, 24))
+            self.register_parameter(name, nn.Parameter(torch.randn(3, *shape) / 4))
+
+    def forward(self, x):
+        ws = [getattr(self, name) for name in self.names]
+        if self.how == "each":
+            return torch.stack([self.of(*[t[i] for t in (x, *ws)]) for i in range(3)])
+        return self.of(*map(self.READS[self.how], (x, *ws)))
+
+    def of(self, x, *ws):
+        *gates, down = ws
+        gate, up = [x @ w for w in gates] if len(gates) == 2 else (x @ gates[0]).chunk(2, -1)
+        return (gate.sin() * up) @ down
+
+
+APART_NAMES, FUSED_NAMES = ("w1", "w3", "w2"), ("gate_up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("how", "names", "roles"),
+    [
+        *[(how, APART_NAMES, ["moe_gate", "moe_up", "moe_down"]) for how in ("all", "each")],
+        *[(how, FUSED_NAMES, ["moe_up", "moe_down"]) for how in ("all", "each", "rows", "cast")],
+        # Copies of matrices whose sides are alike cannot be told apart.
+        *[(how, APART_NAMES, ["moe_experts"]) for how in ("rows", "cast")],
+    ],
+)
+@pytest.mark.parametrize("way", ["backward", "vmap of grad", "compiled"])
+def test_roles_of_experts_that_own_their_matrices(how, names, roles, way):
+    found: dict[str | None, None] = {}
+
+    @functools.partial(checkpoint_policy, modules=True)
+    def rule(info):
+        if info.op in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            found[role_of(info.module)] = None
+        return False
+
+    block = nn.ModuleDict({"experts": Experts(how, names)})
+    block.forward = lambda x: block["experts"](x)
+    region, x = remat.remat(block, policy=rule), torch.randn(3, 5, 8)
+    loss = lambda x: region(x).square().sum()  # noqa: E731
+    if way == "compiled":
+        torch._dynamo.reset()
+        torch.compile(loss, backend="aot_eager")(x).backward()
+        roles = ["moe_gate", "moe_up", "moe_down"][3 - len(names) :]  # Dynamo knows the names
+    elif way == "backward":
+        loss(x).backward()
+    else:
+        vmap(grad(loss))(torch.stack([x, x]))
+        roles = roles if len(names) == 2 or how == "each" else ["moe_experts"]  # a batch copies them
+    assert list(found) == roles
 
 
 # -- what is refused ----------------------------------------------------------------------------------
