@@ -8,8 +8,11 @@ from tests.bank.program import BANK, Program, Subject, subject
 # isort: split
 from tests.bank import again, packs, turns
 
+# isort: split
+from tests.bank import steps
+
 __all__ = [
     "BANK", "Program", "Subject", "subject",
     "again", "blocks", "forms", "layouts", "levels", "nests", "objects", "pure", "raw", "state", "torchs",
-    "packs", "turns", "writes",
+    "packs", "steps", "turns", "writes",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from remat import (
+    Decision,
     checkpoint_name,
     checkpoint_policy,
     offload,
@@ -60,6 +61,8 @@ POLICIES: dict[str, Any] = {
     "rule": lambda info: info.bytes < 96,
     "modules": checkpoint_policy(lambda info: len(info.module) % 2 == 0, modules=True),
 }
+# Not drawn: what a program was found with alone.
+ALONE: dict[str, Any] = {"away": checkpoint_policy(lambda _: Decision.OFFLOAD)}
 PLANNED = {
     "half": checkpoint_policy(budget=0.5, cost="flops"),
     "bytes": checkpoint_policy(budget="1MiB", cost="flops"),
@@ -75,7 +78,7 @@ device = [torch.device("cpu")]
 
 def R(fn: Callable[..., Any], policy: str = "nothing") -> Callable[..., Any]:
     """A region, or the function as it is in the run without remat."""
-    return remat(fn, policy=POLICIES[policy]) if on[0] else fn
+    return remat(fn, policy=(POLICIES | ALONE)[policy]) if on[0] else fn
 
 
 def SCAN(

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from remat import remat
@@ -12,14 +11,6 @@ from tests.helpers import POLICIES, OpCounter, crossed, rand, same
 
 aten = torch.ops.aten
 W = rand(4, 4)
-
-
-def test_a_view_of_a_weight_under_hooks_of_the_users():
-    x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
-    layer = lambda x, w: F.linear(x.sin(), w).sin()  # noqa: E731
-    with torch.autograd.graph.save_on_cpu():
-        out = remat(layer, policy=save_matmuls)(x, w).square().sum()
-    same(torch.autograd.grad(out, (x, w)), torch.autograd.grad(layer(x, w).square().sum(), (x, w)))
 
 
 def backward_counts(fn, *args):
@@ -100,29 +91,3 @@ def test_every_call_runs_as_many_ops_as_the_first(innermost, outermost):
             region(x * 1).sum().backward()
         counts.append((counter["sin"], counter["exp"]))
     assert counts == [(1, 1)] * 4
-
-
-@pytest.mark.parametrize("read", [False, True])
-def test_a_decision_beside_an_operand_that_is_copied_first(read):
-    """The inner operand is an expanded tensor, copied in the forward alone. What the outer one keeps is
-    the inner one's too, in its recomputation as well."""
-
-    def loss(x, wrap):
-        def block(x):
-            other = (x @ W).tanh()
-
-            def inner(moving, still):
-                chosen = torch.where(still > 0, still, still.sin())
-                return chosen * moving if read else chosen
-
-            wide = x.sum(0, keepdim=True).sin().expand_as(other)
-            return grad(lambda moving: wrap(inner)(moving, other).sum())(wide) + x
-
-        return wrap(block)(x).sum()
-
-    x = rand(3, 4)
-    for run in (
-        lambda fn: torch.autograd.grad(fn(given := x.clone().requires_grad_()), given)[0],
-        lambda fn: grad(fn)(x),
-    ):
-        same(run(lambda x: loss(x, remat)), run(lambda x: loss(x, lambda fn: fn)))

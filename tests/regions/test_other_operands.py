@@ -17,9 +17,8 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad, vmap
-from torch.utils.checkpoint import checkpoint
 
-from remat import RematError, remat, save_all_but_names, save_everything, save_matmuls, save_nothing, save_ops
+from remat import RematError, remat, save_all_but_names, save_everything, save_matmuls, save_nothing
 from tests.helpers import crossed, unseen
 
 POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
@@ -210,29 +209,6 @@ def test_a_tensor_that_is_replaced_while_the_forward_runs(around: int) -> None:
         torch.autograd.grad(region(x).sum(), x)
 
 
-@pytest.mark.parametrize("around", [0, 1])
-def test_what_hooks_of_the_user_hold_is_asked_for_once(around: int) -> None:
-    """As torch's checkpoint gives it: a region there that runs again reads what it captures itself."""
-
-    def fn(x: torch.Tensor, wrap: Callable[..., Any]) -> torch.Tensor:
-        h, k, c = x.sin(), x.tanh(), X.cos()
-
-        def region(a: torch.Tensor) -> torch.Tensor:
-            made = unseen(torch.empty(1), 2.0)
-            return a.exp() * k * made * c
-
-        return wrap(region)(h).sum()
-
-    def regions(x: torch.Tensor) -> torch.Tensor:
-        return (remat(fn) if around else fn)(x, remat)
-
-    x = X.clone().requires_grad_()
-    for _ in "12":
-        out = checkpoint(regions, x, use_reentrant=False)
-        got, want = (torch.autograd.grad(o, x)[0] for o in (out, fn(x, lambda f: f)))
-        torch.testing.assert_close(got, want)
-
-
 def result(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
     one, other = x.sin(), x.cos()
     return one if state["on"] else other
@@ -368,18 +344,3 @@ def test_a_tensor_that_python_draws_and_nobody_holds(fn: Any, policy: Any) -> No
 
 def test_the_users_word_is_taken() -> None:
     assert torch.is_tensor(changed(operand, by_nested, determinism_check="none"))
-
-
-def test_a_view_that_is_kept_and_that_a_region_inside_makes_again():
-    """What is kept of it lies apart from its base; the region's results are made of the base."""
-
-    def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h = x.sin()
-        return h[:, :2], h[:, 2:]
-
-    def around(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(remat(halves)(x), 1).sin() * x
-
-    region = remat(around, policy=save_ops(torch.ops.aten.slice))
-    found = torch.func.grad(lambda x: region(x).sum())(X)
-    torch.testing.assert_close(found, X.sin().sin() + X * X.sin().cos() * X.cos())

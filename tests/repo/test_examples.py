@@ -30,30 +30,42 @@ def kept(line: str) -> int:
     return int(match[1])
 
 
-# What the others show is tested elsewhere too.
-QUICK = ("quickstart",)
 # Planned on shapes, and too large to run.
 SIMULATED = ROOT / "examples" / "long_context.py"
+PROCESSES = [path for path in EXAMPLES if path.stem.startswith("fsdp2")]
+# The others one after another: a process of its own for each takes longer to start than to run.
+ALONE = """
+import runpy, sys
+for path in sys.argv[1:]:
+    print("example", path, flush=True)
+    runpy.run_path(path, run_name="__main__")
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(p, id=p.stem, marks=[] if p.stem in QUICK else [pytest.mark.slow])
-        for p in EXAMPLES
-        if p != SIMULATED
-    ],
-)
-def test_example_keeps_less_with_remat(path: Path) -> None:
-    without, *versions = run(str(path)).splitlines()
-    assert without.startswith("no remat") and versions
+@pytest.mark.parametrize("path", PROCESSES, ids=lambda path: path.stem)
+def test_example_of_processes_keeps_less_with_remat(path: Path) -> None:
+    check(path.stem, run(str(path)))
+
+
+@pytest.mark.slow
+def test_examples_keep_less_with_remat() -> None:
+    paths = [str(path) for path in EXAMPLES if path not in (*PROCESSES, SIMULATED)]
+    _, *printed = re.split(r"^example (.*)$", run("-c", ALONE, *paths), flags=re.MULTILINE)
+    assert printed[::2] == paths
+    for path, text in zip(paths, printed[1::2], strict=True):
+        check(Path(path).stem, text.strip())
+
+
+def check(name: str, printed: str) -> None:
+    without, *versions = printed.splitlines()
+    assert without.startswith("no remat") and versions, name
     versions = [version for version in versions if not version.startswith("frontier")]
     # The first version is full remat: of what no remat keeps, at most the blocks' inputs stay.
-    assert kept(versions[0]) < kept(without) / 2
-    assert all(kept(versions[0]) <= kept(version) < kept(without) for version in versions)
-    assert all("equal" in version for version in versions)
-    if path.stem == "quickstart":
+    assert kept(versions[0]) < kept(without) / 2, name
+    assert all(kept(versions[0]) <= kept(version) < kept(without) for version in versions), name
+    assert all("equal" in version for version in versions), name
+    if name == "quickstart":
         check_quickstart(kept(without), *map(kept, versions))
 
 

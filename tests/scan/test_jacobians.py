@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import remat, scan_remat, while_remat
@@ -146,20 +145,6 @@ def test_no_step_is_vmapped_nor_evaluated_more_often_than_for_one_derivative(tra
     one = (lambda f: vjp(f, H)[1](H)) if transform is jacrev else (lambda f: jvp(f, (H,), (H,)))
     assert counted(lambda f: transform(f)(H)) == counted(one) >= len(XS)
     assert batched == {False}
-
-
-def test_a_gradient_of_a_tangent_where_a_step_has_no_derivative_by_a_capture():
-    """Forward mode knows that gradient to be zero: such zeros have no memory, and their tangents would."""
-
-    def second(run: Any) -> torch.Tensor:
-        x = H.clone().requires_grad_()
-        with forward_ad.dual_level():
-            tangent: Any = forward_ad.unpack_dual(run(forward_ad.make_dual(x, H.cos())).tanh()).tangent
-            return forward_ad.unpack_dual(torch.autograd.grad(tangent.sum(), x)[0]).primal
-
-    step = lambda h: h * h.detach()  # noqa: E731
-    found = second(lambda x: scan_remat(lambda h, _: (step(h) + 0 * x, None), x, length=2)[0])
-    torch.testing.assert_close(found, second(lambda x: step(step(x))))
 
 
 OLD_VMAP = {
