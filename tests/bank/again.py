@@ -237,7 +237,7 @@ def two_batch_norms_in_regions(m, x, y):
     return R(lambda x: x + m.bn(m.lin(x)).tanh())(h) * y
 
 
-@program("", "nests buffers", found=STATES)
+@program("", "nests buffers", found=STATES, graphs="nothing")
 def mean_read_written_and_read(m, x, y):
     def ema(x):
         before = x * m.mean.clone()
@@ -257,7 +257,7 @@ def counter_that_scales_in_regions(m, x, y):
     return R(lambda x: R(scaled)(x @ m.w).sin())(x) * y
 
 
-@program("", "nests buffers writes", found=STATES)
+@program("", "nests buffers writes", found=STATES, graphs="nothing")
 def state_among_the_arguments(m, x, y):
     """Read, written whole and in part, and read again."""
 
@@ -272,7 +272,7 @@ def state_among_the_arguments(m, x, y):
     return R(running)(R(running)(x @ m.w, m.mean, m.steps), m.mean, m.steps) * y * m.mean.clone()
 
 
-@program("", "nests buffers writes", found=STATES)
+@program("", "nests buffers writes", found=STATES, graphs="matmuls")
 def parts_of_a_state_among_the_arguments(m, x, y):
     def layer(x, part, mean):
         with torch.no_grad():

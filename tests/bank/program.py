@@ -28,6 +28,7 @@ class Program:
         tags: what it does; the ways are crossed with them.
         shape: of a row of its two tensors.
         found: ways, each with a policy, in which a fault was found by it: it always runs in these.
+        graphs: policies under which it is compiled on every change.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Program:
     tags: frozenset[str]
     shape: tuple[int, ...]
     found: tuple[tuple[str, str], ...]
+    graphs: tuple[str, ...]
 
     @property
     def source(self) -> str:
@@ -76,7 +78,7 @@ class Program:
 
 
 def program(
-    kind: str, tags: str = "", *, shape: tuple[int, ...] = (4,), found: str = ""
+    kind: str, tags: str = "", *, shape: tuple[int, ...] = (4,), found: str = "", graphs: str = ""
 ) -> Callable[[Fn], Fn]:
     """Put a function into the bank; `found`: ways with a policy each, as "grad/ops hessian/nothing"."""
 
@@ -84,7 +86,7 @@ def program(
         name = fn.__name__
         assert name not in BANK, f"two programs are called {name}"
         pairs = tuple((way, policy) for way, _, policy in (one.partition("/") for one in found.split()))
-        BANK[name] = Program(name, fn, kind, frozenset(tags.split()), shape, pairs)
+        BANK[name] = Program(name, fn, kind, frozenset(tags.split()), shape, pairs, tuple(graphs.split()))
         return fn
 
     return put

@@ -12,13 +12,13 @@ from tests.bank.library import LOOP, SCAN, TILED, R
 from tests.bank.program import program
 
 
-@program("BUFFERS", "buffers")
+@program("BUFFERS", "buffers", graphs="nothing")
 def counter(m, x, y):
     m.steps.add_(1)
     return x * m.steps.clamp(max=3.0)
 
 
-@program("BUFFERS", "buffers")
+@program("BUFFERS", "buffers", graphs="matmuls")
 def running_mean(m, x, y):
     with torch.no_grad():
         m.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
@@ -32,7 +32,7 @@ def queue_head(m, x, y):
     return y + m.queue.mean(0).sin()
 
 
-@program("BUFFERS", "buffers")
+@program("BUFFERS", "buffers", graphs="nothing")
 def queue_shifted(m, x, y):
     with torch.no_grad():
         m.queue.copy_(torch.cat([x.detach()[:1], m.queue[:-1]]))
@@ -44,12 +44,12 @@ def batch_norm(m, x, y):
     return m.bn(x)
 
 
-@program("BUFFERS", "buffers")
+@program("BUFFERS", "buffers", graphs="nothing")
 def batch_norm_twice(m, x, y):
     return m.bn(m.bn(x).sin())
 
 
-@program("BUFFERS", "buffers")
+@program("BUFFERS", "buffers", graphs="everything")
 def mean_lerped(m, x, y):
     m.mean.lerp_(x.detach().mean(0), 0.1)
     return x.sin() * m.mean.exp()
@@ -61,7 +61,7 @@ def counter_assigned(m, x, y):
     return x.cos() / m.steps
 
 
-@program("BUFFERS", "buffers")
+@program("BUFFERS", "buffers", graphs="matmuls")
 def queue_flat_view(m, x, y):
     m.queue.view(-1)[::4].add_(x.detach().mean())
     return x * m.queue[0]
@@ -74,7 +74,7 @@ def mean_read_then_halved(m, x, y):
     return out
 
 
-@program("BUFFERS", "buffers")
+@program("BUFFERS", "buffers", graphs="nothing")
 def queue_slice_transposed(m, x, y):
     t = m.queue[1:3]
     t.t().add_(0.25)
@@ -330,7 +330,7 @@ def generator_in_a_region_inside_that_runs_again(m, x, y):
     return R(lambda x: (x * torch.rand(4, generator=m.generator, dtype=x.dtype)).sin())(x) * x.cos()
 
 
-@program("", "buffers nests")
+@program("", "buffers nests", graphs="matmuls")
 def queue_pushed_in_a_region_inside(m, x, y):
     def push(x):
         with torch.no_grad():

@@ -122,16 +122,17 @@ def test_memory_filled_past_torch_below_a_vmap(name: str) -> None:
 TRACED = ("PURE", "WRITES", "BUFFERS", "RANDOM", "COMMON")
 
 
-def compiled(name: str) -> None:
+def compiled(name: str, policy: str = "") -> None:
     """How it goes in a graph; that draws other numbers, and then the gradient is held to the loss's slope."""
     at, tags = NAMES.index(name), BANK[name].tags
-    how = {"how": "differences" if "draws" in tags else ("backward", "grad")[at % 2]}
+    how = {"how": "differences" if "draws" in tags else ("backward", "grad")[0 if policy else at % 2]}
     forget()
     torch._dynamo.reset()
-    program = subject(BANK[name], READY[at % len(READY)])
+    program = subject(BANK[name], policy or READY[at % len(READY)])
     verdict = check(program, [how, how], torch.float64, backend="aot_eager")
     # What torch.compile or we refuse is loud.
-    assert verdict.kind in ("same", "memory", "invalid", "refused"), (name, verdict)
+    kinds = ("same", "memory") if policy else ("same", "memory", "invalid", "refused")
+    assert verdict.kind in kinds, (name, verdict)
 
 
 # Of the others Dynamo refuses most, and some it does not leave as it came; what was found in a way of its own
@@ -149,6 +150,14 @@ ONE_OF_EACH = {tag: name for name in GRAPHS for tag in BANK[name].tags}
 @pytest.mark.parametrize("name", sorted(set(ONE_OF_EACH.values())))
 def test_program_of_a_tag_compiled(name: str) -> None:
     compiled(name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "policy"), [(name, policy) for name, one in BANK.items() for policy in one.graphs]
+)
+def test_program_compiled_under_a_policy(name: str, policy: str) -> None:
+    compiled(name, policy)
 
 
 @pytest.mark.slow

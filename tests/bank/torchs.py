@@ -172,7 +172,7 @@ def custom_op_with_autograd(m, x, y):
     return torch.ops.remat_fuzz.new_like(x) * y
 
 
-@program("OLD", "functions buffers modules")
+@program("OLD", "functions buffers modules", graphs="matmuls")
 def embedding_renormalized(m, x, y):
     return m.renorm(torch.arange(len(x)) % 5) * x
 
