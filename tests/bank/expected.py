@@ -39,6 +39,13 @@ class Expected:
 SAME = Expected("", "", "same", "", "")
 OTHERWISE = (
     Expected(
+        "plain_over_vmap",
+        "alias_of_numpys_in_later_calls",
+        "same failed invalid refused",
+        "gradients|",
+        "open, and silent: a buffer is written below a vmap whose memory NumPy has given a second storage",
+    ),
+    Expected(
         LEVELS,
         "python",
         "same refused failed",
@@ -194,13 +201,6 @@ OTHERWISE = (
         "same refused invalid",
         "reads `.data`|",
         "a region that torch.func differentiates twice refuses `.data` (docs/limits.md)",
-    ),
-    Expected(
-        "plain_over_vmap",
-        "alias_of_numpys_in_later_calls",
-        "same failed invalid refused",
-        "gradients|",
-        "open, and silent: a buffer is written below a vmap whose memory NumPy has given a second storage",
     ),
     Expected(
         "buffers_grad",
