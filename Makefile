@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Python writes byte code down even where the shell says not to: every process would compile the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: api sweep test test-all test-packages test-versions test-product fuzz lint format bench size docs docs-version docs-serve screenshots build release clean
+.PHONY: api sweep test test-all test-packages test-axolotl test-versions test-product fuzz lint format bench size docs docs-version docs-serve screenshots build release clean
 
 sweep: $(STAMP)
 	$(BIN)/python -m remat sweep $(ARGS)
@@ -29,7 +29,19 @@ test-packages: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torchtitan==0.3.0 spmd_types==0.2.3 torchdata \
 		torch_checkpointing accelerate==1.15.0 lightning==2.6.6 pytorch-lightning lightning-utilities torchmetrics \
 		opacus==1.6.0 opt_einsum psutil deepspeed==0.19.8 hjson msgpack ninja py-cpuinfo
+	$(BIN)/python -m pip install --quiet -c constraints.txt trl==1.16.0 datasets
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS) $(addprefix tests/interop/test_,packages.py run.py opacus.py deepspeed.py)
+
+# Axolotl's command pins its packages. Of these what a step on a CPU takes, in an environment of their own.
+test-axolotl:
+	test -x .venv-axolotl/bin/python || $(PYTHON) -m venv .venv-axolotl
+	.venv-axolotl/bin/python -m pip install --quiet torch==2.13.0
+	.venv-axolotl/bin/python -m pip install --quiet -e . pytest tyro nvidia-ml-py requests transformers==5.16.1 trl==1.9.0 accelerate==1.13.0 \
+		peft==0.20.0 datasets==4.8.4 kernels==0.16.0 optimum==1.16.2 mistral-common==1.11.5 addict art colorama einops evaluate \
+		fastcore fire numba posthog python-dotenv schedulefree scipy sentencepiece tensorboard triton wandb zstandard
+	.venv-axolotl/bin/python -m pip install --quiet --no-deps axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 \
+		axolotl-contribs-mit==0.0.6 bitsandbytes==0.50.2 torchao==0.17.0
+	OMP_NUM_THREADS=1 .venv-axolotl/bin/python -m pytest $(ARGS) tests/interop/test_axolotl.py
 
 # Programs drawn at random, with regions and without; `ARGS='--seeds 0:1000 --modes eager,func,aot_eager'`.
 fuzz: $(STAMP)
