@@ -160,11 +160,18 @@ class WholeStep:
     def _moved(self, at: int, choice: Choice, place: Beside) -> Choice:
         assert choice.alone is not None
         gathered, (forward, backward) = self._gathered(self.graphs[at]), choice.alone
+        after = choice.kept + place.after + self._cast(at, choice)
         return replace(
             choice,
-            forward=max(forward + place.forward + gathered, choice.kept + place.after),
+            forward=max(forward + place.forward + gathered, after),
             backward=max(backward + place.backward + gathered, choice.kept + place.before),
         )
+
+    def _cast(self, at: int, choice: Choice) -> int:
+        """Bytes that autocast's cache holds from a region's forward to the end of the step's."""
+        plain = not choice.saved and not choice.cost
+        # Without a region nodes hold them; a module that is called again finds what is there.
+        return 0 if plain or self.turns[at][1] else self.graphs[at].cast
 
     def _gathered(self, graph: Graph) -> int:
         """Bytes of weights that are whole while a region runs."""
@@ -205,7 +212,7 @@ class WholeStep:
 
     def course(self, chosen: Sequence[Choice], names: Sequence[str] = ()) -> Iterator[tuple[int, str]]:
         """The most live in each part of the step, over what lives before it, and what that is."""
-        held, made = 0, 0
+        held, made, cast = 0, 0, 0
         live = self._outside(self._needs(chosen))
         before, after = [size + self._base for size in live.ends()]
         places = self._places(live)
@@ -213,9 +220,10 @@ class WholeStep:
         called = names or [f"block {at}" for at in range(len(chosen))]
         yield before, "what is before the blocks"
         for at, choice in enumerate(chosen):
-            size = held + choice.forward
+            size = held + cast + choice.forward
             yield size, f"the forward of {called[at]}, {format_bytes(held)} kept by those before"
             held += choice.kept
+            cast += self._cast(at, choice)
         for at, choice in reversed(list(enumerate(chosen))):
             held -= choice.kept
             size, joint = held + made + choice.backward, self.graphs[at].joint

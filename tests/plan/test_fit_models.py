@@ -652,6 +652,26 @@ class HandingOn(Row):
         return x.square().mean()
 
 
+class Cast(Row):
+    """Autocast's cache holds the casts of weights until the forward ends."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in self.blocks:
+                x = x + block(x)
+            return x.float().square().mean()
+
+
+class Compared(Row):
+    """A loss of one number lies in the memory of a loss for each element, to the end of the step."""
+
+    def forward(self, x):
+        y = x.sin()
+        for block in self.blocks:
+            x = x + block(x)
+        return F.mse_loss(x, y)
+
+
 # What is made, and how far a step may be from its plan.
 KINDS = {
     "pairs": (Pairs, 0.001),
@@ -692,6 +712,8 @@ KINDS = {
     "softmaxed": (lambda: First(Softmaxed), 0.001),
     "summed": (lambda: AddingBoth(Summed), 0.001),
     "scaled": (lambda: Row(Scaled), 0.001),
+    "autocast": (lambda: Cast(FeedForward), 0.001),
+    "a loss": (lambda: Compared(FeedForward), 0.001),
     "rearranged": (lambda: HandingOn(Rearranged), 0.001),
 }
 

@@ -96,6 +96,12 @@ class Graph:
             )
 
     @cached_property
+    def cast(self) -> int:
+        """Bytes of casts that autocast may have in its cache."""
+        made = {self.joint.values[o].storage for op in self.ops if op.optional for o in op.outputs}
+        return sum(self.joint.storages[s] for s in made)
+
+    @cached_property
     def flops(self) -> tuple[float, ...]:
         """FLOPs of each forward op."""
         return tuple(flops_of(self.joint, op) for op in self.ops)

@@ -22,6 +22,7 @@ from remat.plan.joint.lives import Lives
 from remat.plan.joint.ops import Joint, Op, Ref, Value, noted
 from remat.plan.joint.packing import Packing
 from remat.plan.joint.stand_ins import StandIns, refused, stood_in
+from remat.plan.joint.workspace import reduced_in_place
 from remat.transforms import (
     Wrapper,
     active,
@@ -108,8 +109,9 @@ class JointRecorder(Packing, DispatchMode):
         self._kept: list[Any] = []
         self._others: list[Any] = []
 
-    def add(self, tensor: torch.Tensor, origin: str, producer: int = -1) -> int:
-        """A new number for a tensor; of a sharded one, for this rank's part."""
+    def add(self, tensor: torch.Tensor, origin: str, producer: int = -1, least: int = 0) -> int:
+        """A new number for a tensor, which lies in `least` bytes or more; of a sharded one, for this rank's
+        part."""
         if wraps(tensor):
             return [self.add(local, origin, producer) for local in local_tensors([tensor])][0]
         key = storage_key(tensor) if tensor.layout == torch.strided else -id(tensor)
@@ -124,7 +126,7 @@ class JointRecorder(Packing, DispatchMode):
                 dense = at_hand(tensor.numel()) * tensor.dtype.itemsize
                 # An input that is a slice does not own its base; what an op allocates is kept whole.
                 owned = at_hand(tensor.untyped_storage().nbytes()) if origin == "op" and key >= 0 else dense
-                self.storages.append(whole if whole >= 0 else owned)
+                self.storages.append(whole if whole >= 0 else max(owned, least))
                 self._kept.append(held)
         stride = tuple(map(at_hand, tensor.stride())) if tensor.layout == torch.strided else ()
         self.values.append(
@@ -266,7 +268,7 @@ class JointRecorder(Packing, DispatchMode):
             self._writer[self.values[outputs[-1]].storage] = outputs[-1]
         for leaf in (out,) if is_tensor(out) else tree_leaves(out):
             if is_tensor(leaf) and not any(leaf is t for t in overwritten):
-                outputs.append(self.add(leaf, "op", position))
+                outputs.append(self.add(leaf, "op", position, reduced_in_place(func, args)))
         made = func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location
         optional = self.casts and self.in_forward and is_cast_of_leaf(func, args)
         self.ops.append(Op(*made, optional=optional, node=-1 if self.in_forward else _node()))

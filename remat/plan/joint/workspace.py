@@ -1,4 +1,4 @@
-"""Memory that a GPU's kernels take beside their operands and results, as far as it is known."""
+"""Memory that kernels take beside their operands and results, as far as it is known."""
 
 from __future__ import annotations
 
@@ -15,6 +15,22 @@ _ATTENTION_BACKWARDS = tuple(
 )
 _SUM = _aten.sum.dim_IntList
 CONVOLUTION, CONVOLUTION_BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
+
+
+# They write a loss for each element, and what these are reduced to into the same memory, which stays.
+_LOSSES = (_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default)
+_LOSSES += (_aten.binary_cross_entropy.default,)
+
+
+def reduced_in_place(op: Any, operands: Sequence[Any]) -> int:
+    """Bytes of the memory that a loss of one number lies in, on all devices; 0 of other ops.
+
+    Stand-ins for tensors have the number alone.
+    """
+    if op not in _LOSSES:
+        return 0
+    given: Any = operands[0]
+    return math.prod(given.shape) * given.dtype.itemsize
 
 
 def gpu_workspace(op: Any, operands: Sequence[Any], made: Sequence[Any]) -> int:
