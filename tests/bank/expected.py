@@ -237,6 +237,13 @@ OTHERWISE = (
         "torch has no forward mode in forward mode by plain dual levels, and steps of scans have it off",
     ),
     Expected(
+        LEVELS + " in_checkpoint",
+        "attribute_set_after_a_scan step_that_leads_to_what_a_region_stores",
+        "same refused standing failed",
+        "reads another tensor|level.has_value|CheckpointError|",
+        "what is stored is of the run before: told below a vmap, and by torch's checkpoint in a later call",
+    ),
+    Expected(
         LEVELS,
         "seeds_and_states_beside_a_transform",
         "same refused",
