@@ -388,7 +388,8 @@ TORCH = (
     ),
     (
         "FUNC buffers forward_ad linearize",
-        "attribute_on_a_context dirty_function old_function partly_saving_function raw_fill",
+        "attribute_on_a_context dirty_function function_that_transforms_in_its_backward old_function "
+        "partly_saving_function raw_fill",
     ),
     (
         "REVERSE HIGHER again grad_params grad_vmap in_scan jacfwd jvp plain_over_jvp reversed two_forwards",

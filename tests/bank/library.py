@@ -38,11 +38,11 @@ from remat import (
 from tests.helpers import unseen as UNSEEN
 
 __all__ = [
-    "Accumulates", "Attribute", "Base", "COND", "Config", "Dirty", "Doubled", "Early", "F", "Irreps",
-    "LOOP", "Lazy", "Old", "Pair", "Partly", "R", "RawFill", "Refuses", "Reversible", "SCAN", "SavesOutput",
-    "State", "TILED", "Twin", "UNSEEN", "add", "checkpoint", "checkpoint_name", "collections",
-    "dataclasses", "functools", "grid", "lookup", "nn", "np", "parametrized", "quantized", "random",
-    "run_chain", "torch", "types",
+    "Accumulates", "Attribute", "Base", "ByFunc", "COND", "Config", "Dirty", "Doubled", "Early", "F",
+    "Irreps", "LOOP", "Lazy", "Old", "Pair", "Partly", "R", "RawFill", "Refuses", "Reversible", "SCAN",
+    "SavesOutput", "State", "TILED", "Twin", "UNSEEN", "add", "checkpoint", "checkpoint_name",
+    "collections", "dataclasses", "functools", "grid", "lookup", "nn", "np", "parametrized", "quantized",
+    "random", "run_chain", "torch", "types",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -405,6 +405,19 @@ class Reversible(torch.autograd.Function):
             moved = ctx.f(y)
         torch.autograd.backward(moved, down)
         return None, None, down, cotangents[1] + y.grad
+
+
+class ByFunc(torch.autograd.Function):
+    """Its backward is a transform of torch.func, as a scan's is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x)
+        return x.sin() * x
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return torch.func.vjp(lambda x: x.sin() * x, ctx.saved_tensors[0])[1](cotangents[0])[0]  # type: ignore
 
 
 class RawFill(torch.autograd.Function):

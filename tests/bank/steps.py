@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.func import grad
 
-from tests.bank.library import SCAN, UNSEEN, R, checkpoint_name
+from tests.bank.library import SCAN, UNSEEN, ByFunc, R, checkpoint_name
 from tests.bank.program import program
 
 
@@ -70,3 +70,8 @@ def looks_that_are_sent_away(m, x, y):
 @program("", "names", found=f"{SENT} backward/offload")
 def named_argument_that_is_sent_away(m, x, y):
     return checkpoint_name(x, "h").sin() * x.cos() * y
+
+
+@program("OLD", "functions", found="double/nothing double/matmuls double/everything")
+def function_that_transforms_in_its_backward(m, x, y):
+    return ByFunc.apply((x @ m.w).tanh()) @ m.w * y

@@ -2,57 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from remat import RematError, remat
 
 FUNC = torch.func
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-class Transform:
-    """Computes later."""
-
-    def __init__(self, scale: Tensor, w: Tensor) -> None:
-        self.scale, self.w = scale, w
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x * self.scale + x @ self.w
-
-
-def test_a_captured_tensor_in_a_result() -> None:
-    """A layer that returns what is to be evaluated later, with its weights."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(4, 4).double()
-
-        def forward(self, c: Tensor) -> Any:
-            return Transform(c.sum(), self.lin.weight), functools.partial(self.lin)
-
-    class Step(nn.Module):
-        def __init__(self, wrap: Any) -> None:
-            super().__init__()
-            self.layer = Layer()
-            self.layer.forward = wrap(self.layer.forward)  # type: ignore[method-assign]
-
-        def forward(self, x: Tensor) -> Tensor:
-            first, second = self.layer(x)
-            return (first(x) * second(x)).sum()
-
-    plain, ours = Step(lambda f: f), Step(remat)
-    params = {name: p.detach() for name, p in plain.named_parameters()}
-    want, got = [
-        FUNC.grad(lambda p, x, step=step: FUNC.functional_call(step, p, (x,)), argnums=(0, 1))(params, X)
-        for step in (plain, ours)
-    ]
-    torch.testing.assert_close(got, want)
 
 
 def test_what_cannot_be_followed_is_refused_where_levels_nest() -> None:

@@ -29,28 +29,3 @@ def test_each_region_evaluates_its_own_sines(policy):
     for _ in range(2):  # a first and a later call
         count, got = sines(remat(block, policy=policy))
         assert count == 3 and all(map(torch.equal, got, expected))
-
-
-def test_a_backward_that_writes_to_what_it_saved_writes_to_its_own():
-    class Writes(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, table):
-            ctx.save_for_backward(table)
-            return x * table
-
-        @staticmethod
-        def backward(ctx, cotangent):
-            (table,) = ctx.saved_tensors
-            made = cotangent * table
-            table.fill_(1e6)
-            return made, None
-
-    def written(w: Tensor, x: Tensor) -> Tensor:
-        return Writes.apply(x @ w, torch.arange(6, dtype=x.dtype)[:, None].expand(6, 4).contiguous().cos())
-
-    def loss(wrap):
-        return chain(lambda w, x: wrap(written)(w, x))
-
-    w, x = inputs()
-    expected = gradients(loss(lambda f: f)(w, x), (w, x))
-    assert all(map(torch.equal, gradients(loss(remat)(w, x), (w, x)), expected))

@@ -68,25 +68,6 @@ def test_nested_regions_run_the_inner_function_once_more_each(depth, mode):
     assert len(runs) == ((1 + depth) * (2 + depth) // 2 if mode == "grad of grad" else 1)
 
 
-def halving(functions):
-    if len(functions) == 1:
-        return functions[0]
-    if len(functions) == 2:
-        first, second = functions
-        return lambda x: second(first(x))
-    half = len(functions) // 2
-    first, second = remat(halving(functions[:half])), halving(functions[half:])
-    return lambda x: second(first(x))
-
-
-@BACKWARDS
-@pytest.mark.parametrize(("n", "evaluations"), [(4, 2), (8, 8), (16, 24)])
-def test_recursive_halving(ops_of, n, evaluations):
-    """n/2 (log2 n - 1) evaluations in the backward, O(log n) values kept."""
-    small = rand(3) * 1e-3
-    assert ops_of(halving([lambda x: torch.exp(x) - 1] * n), small)["exp"] == evaluations
-
-
 # -- dead recomputation -------------------------------------------------------------------------------
 
 
@@ -154,12 +135,6 @@ def test_a_saved_value_whose_gradient_is_set_is_not_run_again():
     with OpCounter() as ops:
         out.sum().backward()
     assert ops["tanh"] == 0
-
-
-@BACKWARDS
-def test_saved_op_is_not_run_again(ops_of):
-    ops = ops_of(remat(lambda x: torch.exp(torch.tan(x)), policy=save_ops(aten.tan)), rand(3))
-    assert (ops["tan"], ops["exp"]) == (0, 1)
 
 
 # -- verdicts under vmap ------------------------------------------------------------------------------

@@ -97,19 +97,6 @@ def test_what_is_refused_at_once(kind):
         call()
 
 
-def test_static_arguments_are_passed_as_they_are():
-    class Unhashable:
-        __hash__ = None  # type: ignore[assignment]
-        scale = 2.0
-
-    region = remat(
-        lambda x, config, *, mode: x.sin() * config.scale if mode == "on" else x,
-        static_argnums=(1,),
-        static_argnames=("mode",),
-    )
-    same(grad(lambda x: region(x, Unhashable(), mode="on").sum())(rand(3)), rand(3).cos() * 2)
-
-
 class Opaque:
     def __init__(self, value):
         self.value = value

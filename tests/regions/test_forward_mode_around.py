@@ -100,20 +100,6 @@ def test_what_changes_before_the_backward_is_refused(way, step, name):
         step(region, way, lambda: layer.now.update({name: 0.9}))
 
 
-def test_it_goes_unasked_by_the_users_word():
-    layer = Layer()
-    region = remat(layer, determinism_check="none")
-    assert stepped(region, pushed, lambda: layer.now.update(scale=0.9)).shape == (4, 4)
-
-
-@pytest.mark.parametrize("step", [stepped, nested])
-def test_what_may_draw_other_numbers_returns_others(step):
-    layer = Layer()
-    layer.drop = 0.5
-    region = remat(layer, preserve_rng_state=False)
-    assert step(region, pushed).shape == (4, 4)
-
-
 @pytest.mark.parametrize("step", [stepped, nested])
 def test_forward_mode_inside_a_region_under_another_transform(step):
     layer = Layer()

@@ -21,7 +21,6 @@ from remat import (
     save_matmuls,
     save_nothing,
     save_ops,
-    scan_remat,
 )
 from tests.helpers import allocations, crossed, rand
 
@@ -55,51 +54,10 @@ def in_stages(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
 pytestmark = pytest.mark.filterwarnings("ignore:A budget of")
 
 
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,) = ctx.saved_tensors
-        return 3 * x * x * g
-
-
-def by_hand(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return Cubed.apply((x @ w).tanh()) @ v  # pyright: ignore[reportReturnType]
-
-
-class ByFunc(torch.autograd.Function):
-    """Its backward is a transform of torch.func, as a scan's is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin() * x
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,) = ctx.saved_tensors
-        return torch.func.vjp(lambda x: x.sin() * x, x)[1](g)[0]
-
-
-def by_func(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return ByFunc.apply((x @ w).tanh()) @ v  # pyright: ignore[reportReturnType]
-
-
-def by_a_scan(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return scan_remat(lambda h, _: ((h @ w).tanh() @ v, None), x.exp(), None, length=3)[0]
-
-
 def written(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     h = (x @ w) + 1
     h.mul_(2).tanh_()
     return h.square() @ v
-
-
-BLOCKS = [mlp, batched, drawn, in_stages, by_hand, by_func, by_a_scan, written]
 
 
 def leaves(rows: int = 4, width: int = 6, inner: int = 8) -> list[Tensor]:
@@ -126,11 +84,6 @@ def twice_alike(run: Any, block: Any, policy: str) -> None:
         found, expected = ((torch.manual_seed(seed), run(f))[1] for f in (region, block))
         for mine, its in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize(("block", "policy"), crossed(BLOCKS, POLICIES, every=4))
-def test_forces_are_those_without_a_region(block: Any, policy: str) -> None:
-    twice_alike(lambda block: forces(block, leaves()), block, policy)
 
 
 @pytest.mark.parametrize("around", ["hooks", "backward hooks", "checkpoint", "autocast"])
