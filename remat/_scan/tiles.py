@@ -165,10 +165,13 @@ class Tiled:
                         _writers.add(anchor(fn))
                     return seen[-1][0]
 
-                told = _tried(check_tokens, (self.name, probed, part, tokens), apply, rows)
-                for found in seen:  # of several sizes, one of which no batch has
-                    self._check(*found)
-                self.known[key] = told
+                def look() -> bool:
+                    told = check_tokens(self.name, probed, part, tokens)
+                    for found in seen:  # of several sizes, one of which no batch has
+                        self._check(*found)
+                    return told
+
+                self.known[key] = _tried(look, apply, rows)
         size = -(-tokens // count)
         # Steps of a scan run again in its backward: one that writes would do so twice, and is a region.
         writes = not torch.compiler.is_compiling() and anchor(fn) in _writers
@@ -230,8 +233,8 @@ class Tiled:
         if key not in self.known:
             options = self.name, self.peak, tokens, apply, lambda count: part(0, count)
             with hooks_aside():
-                args = *options, captured(reached(apply))
-                self.known[key] = _tried(tiles_within, args, apply, rows)
+                own = captured(reached(apply))
+                self.known[key] = _tried(lambda: tiles_within(*options, own), apply, rows)
         return self.known[key]
 
     def _joined(self, out: torch.Tensor) -> int:
@@ -294,12 +297,12 @@ def _versions(fn: Callable[..., Any]) -> list[tuple[int, int]]:
     return [(id(t), version(t)) for t in reached(fn) if is_tensor(t)]
 
 
-def _tried(look: Callable[..., Any], args: tuple[Any, ...], *roots: Any) -> Any:
+def _tried(look: Callable[[], Any], *roots: Any) -> Any:
     """What a look at a function tells, of which nothing stays: what it wrote, stored and drew is undone."""
 
     def alone() -> Any:
         with looked_at(*roots):
-            return look(*args)
+            return look()
 
     with trial():
         return beyond_regions(alone)

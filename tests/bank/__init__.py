@@ -11,8 +11,11 @@ from tests.bank import again, packs, turns
 # isort: split
 from tests.bank import steps
 
+# isort: split
+from tests.bank import tiles
+
 __all__ = [
     "BANK", "Program", "Subject", "subject",
     "again", "blocks", "forms", "layouts", "levels", "nests", "objects", "pure", "raw", "state", "torchs",
-    "packs", "steps", "turns", "writes",
+    "packs", "steps", "tiles", "turns", "writes",
 ]  # fmt: skip

@@ -184,15 +184,6 @@ def tiles_of_a_region(m, x, y):
     return TILED(R(lambda x, w: m.lin(x).sin() @ w, "matmuls"), x.exp(), w=m.w.cos(), tiles=3) * y
 
 
-@program("", "nests scans buffers")
-def tiles_that_count(m, x, y):
-    def counted(x, y):
-        m.steps.add_(x.shape[0])
-        return torch.tanh(x @ m.w) * y.cos()
-
-    return TILED(counted, x, y, tiles=3)
-
-
 @program("", "names nests")
 def name_in_a_region_inside(m, x, y):
     return R(lambda x: checkpoint_name(torch.tanh(x @ m.w), "h").exp(), "names")(x) * y

@@ -194,6 +194,25 @@ def test_regions_inside_and_outside_and_their_policies(form):
     equal(inside if form == "inside" else remat(tiled(fn, tiles=3), policy=save_matmuls), fn, (x,), [x, w])
 
 
+LEVELS: dict[str, Any] = {
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(f))(torch.stack([x, x.flip(0)])),
+    "jvp of grad": lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x.cos(),)),
+    "hessian": lambda f, x: torch.func.hessian(lambda s: f(x * s))(x[0]),
+}
+
+
+@pytest.mark.parametrize("way", LEVELS)
+def test_regions_around_tiles_of_regions(way):
+    trained = V.clone().requires_grad_()
+    body = lambda x, w: torch.tanh(x @ trained).sin() @ w  # noqa: E731
+    plain = lambda x: body(x.exp(), W.cos()).sin().sum()  # noqa: E731
+    inner = remat(body, policy=save_matmuls)
+    ours = remat(lambda x: tiled(inner, tiles=3)(x.exp(), w=W.cos()).sin().sum())
+    for _ in range(2):
+        x = leaf(6, 4).detach()
+        torch.testing.assert_close(LEVELS[way](ours, x), LEVELS[way](plain, x))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "tiles", "loops"), [(6, 2, 1), (6, 6, 1), (7, 4, 1)])
 def test_compiled_there_is_one_loop_whatever_the_number_of_tiles(tokens, tiles, loops):

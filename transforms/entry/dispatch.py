@@ -175,7 +175,10 @@ def _run_at_levels(
         return _run_primitive(region if bind is None else bind(), args, kwargs)
     if function_modes():
         with past_function_modes():
-            return _run_leveled(region, args, kwargs, bind, level)
+            out = _run_leveled(region, args, kwargs, bind, level)
+        # Without a history nothing else tells a region around, past whose mode it ran.
+        made_inside([t for t in flatten(out)[0] if is_tensor(t)])
+        return out
     return _run_leveled(region, args, kwargs, bind, level)
 
 

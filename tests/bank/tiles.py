@@ -1,0 +1,24 @@
+"""Tiles that write to buffers, and regions without gradients in regions, as a look at tiles runs them."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.bank.library import TILED, R
+from tests.bank.program import program
+
+
+@program("", "nests")
+def region_inside_without_gradients(m, x, y):
+    with torch.no_grad():
+        scale = R(lambda x: m.lin(x).sin(), "matmuls")(x.exp())
+    return scale * x * y
+
+
+@program("", "nests scans buffers")
+def tiles_that_count(m, x, y):
+    def counted(x, y):
+        m.steps.add_(x.shape[0])
+        return torch.tanh(x @ m.w) * y.cos()
+
+    return TILED(counted, x, y, tiles=3)
