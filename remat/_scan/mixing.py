@@ -54,7 +54,8 @@ def check_tokens(
         Whether the numbers tell: tokens that are zero, or like their neighbours, hide what mixes them.
     """
     size = min(tokens, 6)
-    spans = [(size // 3, size - size // 3)] if size > 2 else [(0, 1), (1, 2)]
+    # Not in the middle: reversed, a middle is itself.
+    spans = [(1, 3)] if size > 4 else [(0, 1), (1, 2)]
     starts = (0, (tokens - size) // 2, tokens - size)
     with torch.no_grad():
         start = next((s for s in starts if all([_told(part, s, size, at) for at in spans])), None)
