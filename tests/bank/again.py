@@ -31,7 +31,7 @@ def step_that_stores_its_result(m, x, y):
         m.noted = (a @ m.w).tanh()
         return m.noted * 2
 
-    return SCAN(R(step), x, 2, 1) * y
+    return SCAN(step, x, 2, 1) * y
 
 
 @program("", "nests torch.func captures", found="vmap_grad/nothing")
