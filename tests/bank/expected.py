@@ -302,7 +302,7 @@ OTHERWISE = (
     ),
     Expected("third", "forces energy_and_forces", "refused invalid", "requires_grad_", "torch's own refusal"),
     Expected(
-        "third plain_over_jvp",
+        "third",
         "cache_of_a_draw_before_more_draws",
         "refused invalid",
         "returned other numbers|",

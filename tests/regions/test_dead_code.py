@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import checkpoint_policy, remat, save_everything, save_matmuls, save_nothing, saved_residuals
-from tests.helpers import crossed, rand
+from tests.helpers import LiveBytes, crossed, rand
 
 N, WIDE = 8, 32
 POLICIES = {
@@ -141,3 +141,23 @@ def test_what_only_dead_code_reads_is_not_held():
     out = region(x)
     probe.mul_(2)  # nobody reads it any more
     torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], x.cos() * x.sin().exp())
+
+
+def test_a_captured_value_is_weighed_as_an_argument_is():
+    """Under autocast autograd saves copies of half the bytes, and what they were cast of goes."""
+    x, w = torch.rand(N, N).requires_grad_(), torch.rand(N, N).requires_grad_()
+
+    def kept(wrap, by_argument):
+        with LiveBytes() as live, torch.autocast("cpu", torch.bfloat16):
+            h, table = x.sin(), w.cos()
+            args = (h, table) if by_argument else (h,)
+            out = wrap(lambda h, given=table: torch.tanh(h @ given))(*args)
+            del h, table, args
+        return live.bytes, torch.autograd.grad(out.float().sum(), (x, w))
+
+    for by_argument in (True, False):
+        most, want = kept(lambda f: f, by_argument)
+        for _ in range(2):
+            found, grads = kept(remat, by_argument)
+            assert found <= most
+            torch.testing.assert_close(grads, want)

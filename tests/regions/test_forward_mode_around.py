@@ -93,11 +93,14 @@ def nested(region: Any, way: Way, change: Callable[[], Any] = lambda: None) -> T
 @pytest.mark.parametrize(
     ("way", "step", "name"), crossed(WAYS, [stepped, nested], ["scale", "share"], every=2)
 )
-def test_what_changes_before_the_backward_is_refused(way, step, name):
+def test_what_changes_before_the_backward_is_refused_or_does_not_matter(way, step, name):
     layer = Layer()
-    region = remat(layer)
+    region, change = remat(layer), lambda: layer.now.update({name: 0.9})
+    if step is stepped and way not in (hessian, pushed_through_grad):  # ops run again, and no function
+        torch.testing.assert_close(step(region, way, change), step(Layer(), way))
+        return
     with pytest.raises(RematError, match="it returned other"):
-        step(region, way, lambda: layer.now.update({name: 0.9}))
+        step(region, way, change)
 
 
 @pytest.mark.parametrize("step", [stepped, nested])

@@ -123,3 +123,20 @@ def plainly_over(block: Callable[..., Tensor], stacked: Tensor, x: Tensor) -> Te
     for weight in stacked:
         x = block(weight, x)
     return x
+
+
+@pytest.mark.parametrize("loop", [scanned, until])
+def test_a_force_of_what_an_inner_loop_is_given_and_captures(loop: Any) -> None:
+    """The outer loop evaluates its steps without grad mode, where an alias of the leaf led nowhere."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).clone().requires_grad_()
+
+    def force(h: Tensor) -> Tensor:
+        with torch.enable_grad():
+            own = h if h.requires_grad else h.detach().requires_grad_()
+            return x * torch.autograd.grad(own.sin().pow(2).sum(), own, create_graph=True)[0]
+
+    def run(loop: Callable[..., Tensor]) -> Tensor:
+        out = loop(lambda h: h.cos() + loop(force, x), x.detach().sin())
+        return torch.autograd.grad(out.square().sum(), x)[0]
+
+    torch.testing.assert_close(run(loop), run(plainly))

@@ -8,12 +8,12 @@ from remat.transforms.eager.inputs import (
     steering,  # what arguments that are no tensors tell of the ops that run
 )
 from remat.transforms.eager.levels import (
-    NOTHING_REVERSED,  # what `served_level` is where no level differentiates in reverse
+    NOT_BELOW,  # what `served_level` is where no level does so, and no frame serves plain autograd below
+    NOTHING_REVERSED,  # the same, where one does
     LevelFrame,  # a frame at one level of torch.func
     LevelInputs,  # the arguments of one call at a level
     Unserved,  # a forward that the primitive must run
     served_level,  # the level that differentiates, if it is the only one and a frame serves what runs here
-    vmaps_served,  # whether a frame serves plain autograd below vmaps alone
 )
 from remat.transforms.eager.rerun import (
     stop_enclosing,  # end the run of an enclosing region's function, where it has all it needs

@@ -1,5 +1,5 @@
 """The frame under torch.func, where one level differentiates in reverse, with vmaps and forward mode inside
-of it and around; or plain autograd does, below vmaps, and what is saved is no wrapper.
+of it and around; or plain autograd does, below these, and what is saved is no wrapper.
 
 The tape lies below all levels and sees batched ops, and those that push tangents forward. What autograd
 saves at the level is a wrapper, detached at every level below. Its number on the tape tells what it is, and
@@ -78,40 +78,34 @@ class Unserved(BaseException):
     """A forward that the primitive must run."""
 
 
-NOTHING_REVERSED = 0  # no level has this number
+NOTHING_REVERSED, NOT_BELOW = 0, -1  # no levels have these numbers
 
 
 def served_level() -> int | None:
     """The level that differentiates, if it is the only one and a frame serves what runs here.
 
-    NOTHING_REVERSED where vmaps and forward mode are all that torch.func does around here.
+    Where vmaps and forward mode are all that torch.func does around here: NOTHING_REVERSED if a frame serves
+    what plain autograd differentiates below, else NOT_BELOW.
     """
-    number, forward = None, False
+    number, forward = NOTHING_REVERSED, False
     for level in level_stack() or ():
         key = level.key()
-        if key == GRAD and number is None:
+        if key == GRAD and number == NOTHING_REVERSED:
             number = level.level()
         elif key == JVP:
             forward = True
         elif key != VMAP:
             return None
-    if number is None:
-        return NOTHING_REVERSED
+    unserved = None if number else NOT_BELOW
     # (A plain dual level pushes tangents forward below all levels.)
     if (dual_level_open() and not forward) or torch.is_inference_mode_enabled():
-        return None
+        return unserved
     if forward and batched_grads_around():
-        return None  # by a vmap that does not know of tangents
-    hooks = top_hooks()
+        return unserved  # by a vmap that does not know of tangents
+    hooks = top_hooks() if number else None
     if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), LevelFrame):
         return None
-    return number if all([mode.level for mode in active.stack]) else None
-
-
-def vmaps_served() -> bool:
-    """Whether a frame serves what plain autograd differentiates below the vmaps that are all levels here."""
-    vmaps = all([level.key() == VMAP for level in level_stack() or ()])
-    return vmaps and not (dual_level_open() or torch.is_inference_mode_enabled())
+    return number if not number or all([mode.level for mode in active.stack]) else None
 
 
 class LevelInputs(Inputs):
@@ -266,7 +260,7 @@ class LevelFrame(Frame):
                 handle.value.version = version
         self.whole = True
         # (The primitive has no place for such a derivative, and none sees what plain autograd lets a function
-        # fill below vmaps past torch.)
+        # fill past torch.)
         self.region.cache.unframed = self.tape.rerun_reason != CARRIES and not self.plain
         return True
 

@@ -44,7 +44,12 @@ class Residuals:
             self._sizes.add(key)
             self.bytes += size
         most = self._limit + self._recorder.kept_bytes
-        return self.bytes <= most or self.count() <= most
+        if self.bytes <= most or self.count() <= most:
+            return True
+        # What it captures of other values goes, too, as an argument does. (Weights stay in any case.)
+        others = self._recorder.outside[self._recorder.tape.arguments :]
+        most += bytes_of([t for t in others if node_of(t) is not None])
+        return self.bytes <= most
 
     def leave(self, places: frozenset[int]) -> None:
         """Do not hold these values."""

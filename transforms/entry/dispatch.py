@@ -65,6 +65,7 @@ from remat.transforms.context import (
     untracked,
 )
 from remat.transforms.eager import (
+    NOT_BELOW,
     NOTHING_REVERSED,
     Frame,
     Inputs,
@@ -77,7 +78,6 @@ from remat.transforms.eager import (
     stop_enclosing,
     users,
     users_own,
-    vmaps_served,
 )
 from remat.transforms.errors import RematError, carried, changing
 from remat.transforms.functorch import Aliasing, Family, Prim, World, call
@@ -146,9 +146,22 @@ def run(
         return region.function(*args, **kwargs)
     if in_transform():
         level = served_level()
-        if level == NOTHING_REVERSED:
-            return _run_forward(region, args, kwargs, bind)
-        return _run_at_levels(region, args, kwargs, bind, level)
+        if level == NOTHING_REVERSED or level == NOT_BELOW:
+            if not _trained(region, args, kwargs):
+                return _run_forward(region, args, kwargs)
+            level = None if level == NOT_BELOW else level
+        cache = region.cache
+        unframed = cache.unframed or cache.differentiates or cache.by_levels
+        traced = active.sessions or (modes_active() and is_tracing())
+        if level is not None and not unframed and not traced:
+            if not function_modes():
+                return _run_leveled(region, args, kwargs, bind, level)
+            with past_function_modes():
+                out = _run_leveled(region, args, kwargs, bind, level)
+            # Without a history nothing else tells a region around, past whose mode it ran.
+            made_inside([t for t in flatten(out)[0] if is_tensor(t)])
+            return out
+        return _run_primitive(region if bind is None else bind(), args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return region.function(*args, **kwargs)
     # AOTAutograd without Dynamo calls no hooks.
@@ -160,45 +173,24 @@ def run(
     return _run_frame(region, args, kwargs, bind)
 
 
-def _run_at_levels(
-    region: Region,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    bind: Callable[..., Region] | None,
-    level: int | None,
-) -> Any:
-    """Call a region by a frame at this level, or by the primitive if that is None or the region needs it."""
-    cache = region.cache
-    unframed = cache.unframed or cache.differentiates or cache.by_levels
-    traced = active.sessions or (modes_active() and is_tracing())
-    if level is None or unframed or traced:
-        return _run_primitive(region if bind is None else bind(), args, kwargs)
-    if function_modes():
-        with past_function_modes():
-            out = _run_leveled(region, args, kwargs, bind, level)
-        # Without a history nothing else tells a region around, past whose mode it ran.
-        made_inside([t for t in flatten(out)[0] if is_tensor(t)])
-        return out
-    return _run_leveled(region, args, kwargs, bind, level)
+def _trained(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether plain autograd differentiates a call under vmaps and forward mode alone, as far as is known."""
+    if not torch.is_grad_enabled():
+        return False
+    known = current() or region.cache.hides_leaves or _graded(flatten((args, kwargs))[0])
+    return bool(known) or _graded(captured(reached(region.function)))
 
 
-def _run_forward(
-    region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], bind: Callable[..., Region] | None
-) -> Any:
-    """Under `vmap` and forward mode alone: where nothing wants a reverse pass the function runs as it is.
+def _run_forward(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Where nothing wants a reverse pass the function runs as it is.
 
     torch.cond, which compiles itself, refuses the primitive's modes.
     """
-    if not torch.is_grad_enabled():
-        return region.function(*args, **kwargs)
-    known = current() or region.cache.hides_leaves
-    if known or _graded(flatten((args, kwargs))[0]) or _graded(captured(reached(region.function))):
-        level = NOTHING_REVERSED if vmaps_served() else None
-        return _run_at_levels(region, args, kwargs, bind, level)
     out = region.function(*args, **kwargs)
     # Where something is differentiated that the search has not found, this call keeps what autograd keeps: a
     # second run would write and draw twice. Later calls recompute.
-    region.cache.hides_leaves = _graded(flatten(out)[0])
+    if torch.is_grad_enabled():
+        region.cache.hides_leaves = _graded(flatten(out)[0])
     return out
 
 
@@ -302,7 +294,7 @@ def _run_leveled(
         region = inputs.region = of_users(bind) if below else of_users(bind, inputs, key)
         key = None if region.key is None else key
     known = None if below or key is None else region.traces.get(key)
-    if known is None:
+    if known is None or level == NOTHING_REVERSED:
         reach = reached(region.function, *[leaf for leaf in inputs.leaves if leaf is not None])
         if below or (level and _reads_trained(region.function, reach)):
             return _run_primitive(region, args, kwargs)
@@ -316,9 +308,12 @@ def _run_leveled(
         with labelled("forward", region.name), inside():
             out = frame.forward(args, kwargs, known)
     except Unserved:
-        region.cache.unframed = True
         _leave_out(begun)
         inputs.restore_state(frame.watcher)
+        if level == NOTHING_REVERSED and known is not None:
+            region.traces.pop(key, None)
+            return _run_leveled(region, args, kwargs, None, level)
+        region.cache.unframed = True
         return _run_primitive(region, args, kwargs)
     if key is not None and (known is None or frame.tape is not known.tape):
         region.learn(key, known, frame)

@@ -71,7 +71,9 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     if function_modes():
         # A mode that swaps captured tensors sees torch functions, not Functions: let it see these operands.
         # By an op that traces pass over: of a region's levels each differentiates other operands.
-        flat = [torch.ops.aten.alias(t) if smooth(t) and _torch_differentiable(t) else t for t in flat]
+        # (An alias made without grad mode says that it is a leaf, and leads to none.)
+        with torch.enable_grad():
+            flat = [torch.ops.aten.alias(t) if smooth(t) and _torch_differentiable(t) else t for t in flat]
     flat = drawing_apart(scan, flat)
     for mode in active.stack:
         mode.tape.scanned = True
