@@ -4,7 +4,7 @@ The model is that of the engine. Between passes a region holds what its plan kee
 first goes through its forward again, then differentiates. What it kept goes as it is read. It stays until the
 end where an argument is gone that all could be made from anew, or where a backward may come from some results
 only. In a compiled backward what runs again does so right before its first reader.
-A storage lives from the op that allocates it to its last reader. What convolutions of a CPU take inside
+A storage lives from the op that allocates it to its last reader. What libraries take inside on a CPU
 counts. Other workspaces and allocator rounding do not, nor what lives before the step (parameters, inputs).
 """
 

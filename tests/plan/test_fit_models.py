@@ -768,8 +768,16 @@ class Strided(FeedForward):
         return x + self.net(image.reshape(4, 12, 32).repeat(1, 2, 1))
 
 
+class Halves(FeedForward):
+    """Products in bfloat16, for which some CPUs pack their operands."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x + self.net(x.repeat(8, 1, 1)).view(8, *x.shape).mean(0)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Neighbours, Filtered, Depthwise, Strided])
+@pytest.mark.parametrize("kind", [Neighbours, Filtered, Depthwise, Strided, Halves])
 def test_what_kernels_take_is_part_of_a_peak(kind):
     torch.manual_seed(0)
     model, x = Row(kind), torch.randn(4, 24, 32)
