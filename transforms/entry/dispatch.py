@@ -177,8 +177,12 @@ def _trained(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     """Whether plain autograd differentiates a call under vmaps and forward mode alone, as far as is known."""
     if not torch.is_grad_enabled():
         return False
-    known = current() or region.cache.hides_leaves or _graded(flatten((args, kwargs))[0])
-    return bool(known) or _graded(captured(reached(region.function)))
+    if current() or region.cache.hides_leaves:
+        return True
+    # (Tangents are looked at once the function has run: to ask for each takes as long as a small op.)
+    with users_aside():
+        given = [*flatten((args, kwargs))[0], *captured(reached(region.function))]
+        return any([is_tensor(leaf) and unwrapped(leaf).requires_grad for leaf in given])
 
 
 def _run_forward(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
