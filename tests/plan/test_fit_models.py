@@ -776,8 +776,19 @@ class Halves(FeedForward):
             return x + self.net(x.repeat(8, 1, 1)).view(8, *x.shape).mean(0)
 
 
+class Recurrent(FeedForward):
+    """An LSTM, whose workspace stand-ins for tensors do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, x):
+        return x + self.net(self.rnn(x)[0])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Neighbours, Filtered, Depthwise, Strided, Halves])
+@pytest.mark.parametrize("kind", [Neighbours, Filtered, Depthwise, Strided, Halves, Recurrent])
 def test_what_kernels_take_is_part_of_a_peak(kind):
     torch.manual_seed(0)
     model, x = Row(kind), torch.randn(4, 24, 32)

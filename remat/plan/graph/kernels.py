@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -10,14 +11,15 @@ from remat._core import trace_cpu
 from remat.plan.graph.flops import flops_of
 from remat.plan.graph.measured import described, tensor_like
 from remat.plan.graph.stopwatch import alone
-from remat.plan.joint import CONVOLUTION, CONVOLUTION_BACKWARD, Joint, Op, Ref, gpu_workspace
+from remat.plan.joint import CONVOLUTION, CONVOLUTION_BACKWARD, RNN, Joint, Op, Ref, gpu_workspace
 from remat.transforms import BoundedCache, map_only
 from remat.transforms.compat import profiling
 
 # What libraries do inside of these depends on shapes, strides, threads and the processor.
-_LIBRARIES = ("aten.convolution", "aten._fft_")
+_LIBRARIES = ("aten.convolution", "aten._fft_", "aten.mkldnn_rnn_layer")
 # (Of half precision.)
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+_RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 # Larger ones are not run to find that out.
 _FLOPS, _BYTES = 1e10, 1 << 28
 _seen: BoundedCache[str, int] = BoundedCache(4096)
@@ -26,8 +28,8 @@ _seen: BoundedCache[str, int] = BoundedCache(4096)
 def workspace(joint: Joint, op: Op) -> int:
     """Bytes that live while an op runs, besides what it reads and makes.
 
-    Convolutions, Fourier transforms and products in half precision of a CPU are run once, on tensors of the
-    same sizes, unless they are large. On a GPU, and of large ones, it is computed.
+    Convolutions, Fourier transforms, LSTMs and products in half precision of a CPU are run once, on tensors
+    of the same sizes, unless they are large. On a GPU, and of large ones, it is computed.
     """
     values = joint.values
     made = [values[one] for one in op.outputs]
@@ -75,8 +77,19 @@ def _run(joint: Joint, op: Op) -> int | None:
     try:
         with alone("cpu"):
             args, kwargs = map_only(Ref, lambda r: tensor_like(joint, r, "cpu"), (op.args, op.kwargs))
+            if op.target is _RNN_BACKWARD:
+                args = _with_workspace(*args)
             seen = trace_cpu(lambda mark: (op.target(*args, **kwargs), mark()))
     except Exception:
         # Whatever keeps an op from running alone, its workspace is no reason to fail a plan.
         return None
     return seen.peak - seen.kept
+
+
+def _with_workspace(*args: Any) -> tuple[Any, ...]:
+    """Arguments of an LSTM's backward with what its forward leaves there, of which graphs know no size."""
+    given, rest = args[:7], args[13:22]
+    reverse, mode, hidden, layers, biases, train, both, batches, batch_first = rest
+    with torch.enable_grad():
+        made = RNN(*given, reverse, batches, mode, hidden, layers, biases, both, batch_first, train)
+    return (*args[:22], made[3])

@@ -22,7 +22,7 @@ from remat.plan.joint.lives import Lives
 from remat.plan.joint.ops import Joint, Op, Ref, Value, noted
 from remat.plan.joint.packing import Packing
 from remat.plan.joint.stand_ins import StandIns, refused, stood_in
-from remat.plan.joint.workspace import reduced_in_place
+from remat.plan.joint.workspace import least_bytes
 from remat.transforms import (
     Wrapper,
     active,
@@ -268,7 +268,7 @@ class JointRecorder(Packing, DispatchMode):
             self._writer[self.values[outputs[-1]].storage] = outputs[-1]
         for leaf in (out,) if is_tensor(out) else tree_leaves(out):
             if is_tensor(leaf) and not any(leaf is t for t in overwritten):
-                outputs.append(self.add(leaf, "op", position, reduced_in_place(func, args)))
+                outputs.append(self.add(leaf, "op", position, least_bytes(func, args, leaf)))
         made = func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location
         optional = self.casts and self.in_forward and is_cast_of_leaf(func, args)
         self.ops.append(Op(*made, optional=optional, node=-1 if self.in_forward else _node()))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from remat.transforms.compat import outside_all_modes
 
 _aten = torch.ops.aten
 _ATTENTION_BACKWARDS = tuple(
@@ -22,15 +25,34 @@ _LOSSES = (_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_marg
 _LOSSES += (_aten.binary_cross_entropy.default,)
 
 
-def reduced_in_place(op: Any, operands: Sequence[Any]) -> int:
-    """Bytes of the memory that a loss of one number lies in, on all devices; 0 of other ops.
+# oneDNN's LSTM, which leaves its backward a workspace.
+RNN = _aten.mkldnn_rnn_layer.default
+_LARGE = 1 << 28
 
-    Stand-ins for tensors have the number alone.
+
+def least_bytes(op: Any, operands: Sequence[Any], made: torch.Tensor) -> int:
+    """Bytes of the memory that a result lies in, where stand-ins for tensors do not tell; 0 of other ops.
+
+    An LSTM of a CPU is run once, on tensors of the same sizes, unless it is large.
     """
-    if op not in _LOSSES:
+    if op not in _LOSSES and (op is not RNN or made.dtype is not torch.uint8 or made.numel()):
         return 0
     given: Any = operands[0]
-    return math.prod(given.shape) * given.dtype.itemsize
+    size = math.prod(given.shape) * given.dtype.itemsize
+    if op is not RNN or size > _LARGE:
+        return size
+    facts = [(tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else t for t in operands]
+    return _rnn_workspace(torch.is_grad_enabled(), *[tuple(f) if isinstance(f, list) else f for f in facts])
+
+
+@functools.lru_cache(256)
+def _rnn_workspace(graded: bool, *facts: Any) -> int:
+    with outside_all_modes(), torch.set_grad_enabled(graded):
+        *tensors, reverse, batches, mode, hidden, layers, biases, both, batch_first, train = facts
+        given = [torch.zeros(shape, dtype=dtype) for shape, dtype in tensors]
+        rest = reverse, list(batches), mode, hidden, layers, biases, both, batch_first, train
+        made = RNN(*given, *rest)[3]
+    return 0 if made is None else made.untyped_storage().nbytes()
 
 
 def gpu_workspace(op: Any, operands: Sequence[Any], made: Sequence[Any]) -> int:
