@@ -17,6 +17,7 @@ from remat.transforms.compat import (
     is_batched_anyhow,
     traced_as_it_runs,
 )
+from remat.transforms.region import is_recomputing
 
 __all__ = ["linear_cross_entropy"]
 
@@ -121,7 +122,9 @@ def _check_shapes(hidden: Any, weight: Any, targets: Any, bias: Any) -> None:
 
 def _plain(operands: Sequence[torch.Tensor]) -> bool:
     """Whether plain autograd alone will differentiate, and nothing runs the loss again."""
-    if torch.compiler.is_compiling() or in_transform() or traced_as_it_runs() or recordings():
+    if torch.compiler.is_compiling() or in_transform() or traced_as_it_runs():
+        return False
+    if recordings() or is_recomputing():  # both runs of a region's function are to be alike
         return False
     if any(map(wraps, operands)):  # by placements, which products into given memory do not have
         return False

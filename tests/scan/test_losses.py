@@ -108,6 +108,8 @@ WAYS: dict[str, Any] = {
     "hessian": bare(lambda f, x: hessian(f, 2)(*x)),
     "in a region": lambda f, x: plain(remat(f), x),
     "in a region that keeps all": lambda f, x: plain(remat(f, policy=save_everything), x),
+    "grad of a region": bare(lambda f, x: grad(remat(f), 1)(*x)),
+    "grad of grad of a region": bare(lambda f, x: grad(lambda w: grad(remat(f))(x[0], w, x[2]).sum())(x[1])),
     "in a scan": lambda f, x: plain(
         lambda *x: scan_remat(lambda c, _: (c + f(*x), None), x[0].sum() * 0, length=2)[0], x
     ),
