@@ -10,7 +10,7 @@ from torch._dynamo import exc
 from torch.func import grad, jvp
 from torch.utils.checkpoint import checkpoint
 
-from remat import checkpoint_policy, remat, save_matmuls
+from remat import checkpoint_policy, offload, remat, save_matmuls, scan_remat
 from tests.compiled import compiled
 from tests.helpers import crossed, rand, same
 
@@ -170,6 +170,45 @@ def test_rules_of_every_kind(made):
 
         torch._dynamo.reset()
         same(compiled(grad(loss))(w), want)
+
+
+def scanned(x):
+    def body(h, t):
+        h = torch.tanh(h + t)
+        return h, h
+
+    return scan_remat(body, x.detach().sin(), torch.stack([x, x.cos()]))[1]
+
+
+EAGER = {
+    "region": remat(lambda x: torch.tanh(x @ x.sin()).exp()),
+    "nested": remat(lambda x: remat(torch.tanh)(x * x).exp() * x),
+    "offloaded": remat(lambda x: torch.tanh(x @ x.sin()).exp(), policy=offload(save_matmuls)),
+    "scan": scanned,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own
+@pytest.mark.parametrize("kind", EAGER)
+def test_recorded_backwards_in_compiled_code_of_what_ran_outside(kind):
+    """Autograd calls hooks and Functions there, of which Dynamo would compile each frame, and fail."""
+
+    def penalty(loss, x):
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        (h,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
+        return h.square().sum()
+
+    def run(penalty):
+        x = rand(3, 3).requires_grad_()
+        penalty(EAGER[kind](x).sum(), x).backward()
+        return x.grad
+
+    traced, frames = torch.compile(penalty, backend="eager"), []
+    for _ in range(3):
+        torch._dynamo.utils.counters.clear()
+        same(run(traced), run(penalty))
+        frames.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert not any(frames[1:])
 
 
 # Dynamo's own, where it resumes after a break.

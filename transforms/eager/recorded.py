@@ -23,6 +23,7 @@ from remat.transforms.compat import (
     push_hooks,
     storage_held,
     top_hooks,
+    uncompiled,
 )
 from remat.transforms.context import active, untracked
 from remat.transforms.eager.saved import Yielding, belongs_to_region
@@ -69,6 +70,7 @@ class RecordedNode(Yielding):
             found = storage_held(value), weakref.ref(frame), handle, _numbers(value), metadata(value)
             self.read[storage(value)] = (*found, _dense(value))
 
+    @uncompiled
     def pack(self, tensor: torch.Tensor) -> Any:
         found = self.read.get(storage(tensor)) if _in_one_block(tensor) else None
         if found is not None:
@@ -100,6 +102,7 @@ def _dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+@uncompiled
 def unpacked(packed: Any) -> torch.Tensor:
     """What `RecordedNode.pack` stands for."""
     return packed.get()

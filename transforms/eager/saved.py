@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from remat.transforms.compat import (
     graph_task,
     push_hooks,
     top_hooks,
+    uncompiled,
 )
 from remat.transforms.context import Numbered, beyond_regions, numbered, numbered_again, packed_by, untracked
 from remat.transforms.errors import RematError, not_repeated, written
@@ -221,7 +223,7 @@ def noted(frame: Frame, task: int) -> None:
     if task != _passing.task:
         frames: list[Any] = []
         _passing.task, _passing.frames = task, frames
-        at_backward_end(lambda: _ended(frames, task))
+        at_backward_end(functools.partial(_ended, frames, task))
     # (One that is recorded is no part of a backward.)
     kept = graph_kept() and not torch.is_grad_enabled()
     there = frozenset(frame.values) if kept or frame.read is not None else None
@@ -229,6 +231,7 @@ def noted(frame: Frame, task: int) -> None:
     _passing.frames.append((weakref.ref(frame), there, stay))
 
 
+@uncompiled  # as compiled code may leave a backward to Python
 def _ended(passed: list[Any], task: int) -> None:
     """The end of a pass: what it has left unread goes, but for what later ones read again."""
     for ref, there, stay in passed:

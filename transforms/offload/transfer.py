@@ -22,7 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.transforms.compat import at_backward_end, bits, graph_task, memory_is_real, storage_key, with_bits
+from remat.transforms.compat import (
+    at_backward_end,
+    bits,
+    graph_task,
+    memory_is_real,
+    storage_key,
+    uncompiled,
+    with_bits,
+)
 from remat.transforms.context import scoped, untracked
 from remat.transforms.errors import RematError, written
 from remat.transforms.ops import memory_of, span, tensors_in, version_of
@@ -495,6 +503,7 @@ class _End:
     def __init__(self, task: int) -> None:
         self.task = task
 
+    @uncompiled  # (The engine may forget it in the middle of compiled code.)
     def __call__(self) -> None:
         if (ended := _passes.pop(self.task, None)) is not None:
             ended.turn_to(None)

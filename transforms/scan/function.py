@@ -29,6 +29,7 @@ from remat.transforms.compat import (
     ordinary,
     outside_inference,
     top_hooks,
+    uncompiled,
 )
 from remat.transforms.context import active, untracked
 from remat.transforms.offload import lane
@@ -173,6 +174,7 @@ class _Scan(_Recorded):
         ctx.outputs = len(output) - len(kept)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *cts: torch.Tensor | None) -> tuple[Any, ...]:
         scan: Scan = ctx.scan
         saved = saved_by(ctx, scan)  # once: every look unpacks anew, and may recompute
@@ -254,6 +256,7 @@ class _PullBack(_Recorded):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *cts: torch.Tensor | None) -> tuple[Any, ...]:
         wanted = ctx.needs_input_grad[3:]
         tensors = ctx.saved_tensors

@@ -18,6 +18,7 @@ from remat.transforms.compat import (
     memory_is_real,
     set_data,
     set_version,
+    uncompiled,
     version_kept,
 )
 from remat.transforms.context import active, beyond_regions, numbered, numbered_again, packed_by, untracked
@@ -103,6 +104,7 @@ class Held(Elsewhere):
             at_backward_end(self._let_go)
         return value
 
+    @uncompiled
     def _let_go(self) -> None:
         self._fetched = None
 
