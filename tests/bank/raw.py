@@ -165,3 +165,13 @@ def buffer_and_its_memory_set_to_another(m, x, y):
     k.set_(m.mean)
     k.add_(1)
     return x * m.mean.clone() * k.clone()
+
+
+@program("", "raw memory draws")
+def filled_after_it_was_resized(m, x, y):
+    made = torch.empty(0, dtype=D)
+    there = made.resize_(2, 4).numpy()
+    there[...] = np.random.normal(size=(2, 4))
+    first = made.sin()
+    there[1] = np.random.normal(size=4)
+    return x.cos() * (first.sum(0) * made[1].exp()).tanh()

@@ -567,7 +567,7 @@ class Recorder(KeptValues):
         if (known := self.contents.get(root)) is not None:
             known.shown = known.shown or shown
             return True
-        node = self.tape.nodes[root]
+        node = self._sized_by(root)
         if self.reruns or type(node.outs) is not Meta or not tensor.is_cpu or not memory_is_real():
             return False
         (shape, stride, dtype, _), memory = node.outs, memory_of(tensor)
@@ -577,16 +577,22 @@ class Recorder(KeptValues):
             return False
         if ranks_met() and by_sharding():
             return False  # FSDP gathers weights in such memory: the function does so again
-        filled = not traits(node.op).uninitialized
+        filled = not traits(self.tape.nodes[root].op).uninitialized
         if filled:
             self._copy_kept(self._kept_in.get(root, ()))
         self.contents[root] = untracked(Contents, memory, filled, shown)
         return True
 
+    def _sized_by(self, root: int) -> Node:
+        """The op that has given the memory of op `root` its size: that one, or the last one to resize it."""
+        nodes, last = self.tape.nodes, self.tape.last_write.get(root, root)
+        sizes = (n for n in reversed(nodes[root : last + 1]) if traits(n.op).name.startswith("resize"))
+        return next((n for n in sizes if root in n.written), nodes[root])
+
     def _tell(self, root: int) -> None:
         """Note what others have filled a memory with: as an op that copies it from a tensor from outside."""
         tape, known = self.tape, self.contents[root]
-        node = tape.nodes[root]
+        node = self._sized_by(root)
         if (memory := untracked(known.now)) is None:
             return
         shape, stride, dtype, _ = node.outs
@@ -600,6 +606,7 @@ class Recorder(KeptValues):
         told, held = known.known is not None, untracked(memory.clone)
         there, now = (untracked(_around, m, dtype, shape, stride) for m in (memory, held))
         template = Ref(node.first), Ref(self.number(now))
+        self._numbers.add(there, node.first)
         self._copy_kept(self._kept_in.get(root, ()))
         at = self._add(_copy, traits(_copy), (template, {}), (there, now), {}, there, optional=True)
         self.contents[root] = known
