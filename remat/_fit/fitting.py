@@ -252,9 +252,7 @@ class _Job:
         if budget is not None:
             check_budget(budget)
             return None
-        limit = check_peak(peak) if peak is not None else self._beside(check_peak(headroom))
-        _check_held(self.held, limit)
-        return limit
+        return check_peak(peak) if peak is not None else self._beside(check_peak(headroom))
 
     def _beside(self, free: int) -> int:
         total = _memory((self.model, self.args, self.kwargs), self.device)
@@ -379,17 +377,14 @@ def _memory(roots: Any, device: Any) -> int:
     raise RematError(f"The memory of a {kind} device is not known: write peak=... or device='h100'.")
 
 
-def _check_held(held: HeldBytes, limit: int) -> None:
-    if held.bytes >= limit:
-        raise RematError(
-            f"A peak of {format_bytes(limit)} is below what lives throughout the step, "
-            f"{format_bytes(held.bytes)}: {held}. Recomputation does not make that smaller: write a "
-            "higher peak, shard the model, or train fewer of its parameters."
-        )
-
-
 def _out_of_reach(limit: int, held: HeldBytes, step: int, plain: Chosen) -> RematError:
     least = step + held.bytes
+    if held.bytes >= limit:
+        return RematError(
+            f"A peak of {format_bytes(limit)} is below what lives throughout the step, "
+            f"{format_bytes(held.bytes)}: {held}. Recomputation does not make that smaller: shard the model, "
+            f"train fewer of its parameters, or write peak={least}, the lowest found ({step:,} bytes more)."
+        )
     return RematError(
         f"A peak of {limit:,} bytes cannot be met: the lowest found is {least:,} bytes "
         f"({plain.peak + held.bytes:,} without remat). Held throughout: {held}; in the step "
