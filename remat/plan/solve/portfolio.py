@@ -15,9 +15,8 @@ from remat.plan.solve.reduce import contract
 from remat.plan.solve.split import split
 from remat.transforms import RematError
 
-# Nodes that HiGHS looks at in a second, roughly. And a plan so much cheaper than the one in hand is looked
-# for again: beside prices like that one's, HiGHS's absolute tolerances hide what it costs.
-_NODES, _FAR = 1000, 0.1
+# Nodes that HiGHS looks at in a second, roughly.
+_NODES = 1000
 # What share of a step's time is not worth a search, and at most what share of a plan's price.
 _SHARE, _MOST, _GAP = 2e-4, 0.01, 1e-3
 # How many ops are tried that need not run again.
@@ -137,19 +136,12 @@ def _optimum(
     ceiling: float,
     gap: float | None,
 ) -> milp.Exact:
-    """The optimum below `ceiling`, the price of a plan in hand; one that is far below is looked for again."""
+    """The optimum, where that is below `ceiling`, the price of a plan in hand."""
     nodes, step = int(_NODES * time_limit) + 1, margin_of(problem, 1.0)
-    best = milp.Exact(None, 0.0)
-    while True:
-        near = max(_GAP, min(_SHARE * step / ceiling, _MOST)) if gap is None else gap
-        found = milp.solve_exactly(problem, budget, nodes=nodes, gap=near, ceiling=ceiling)
-        floor = max(best.lower_bound, min(found.lower_bound, ceiling))
-        if found.solution is None or found.solution.cost >= ceiling:
-            return milp.Exact(best.solution, floor)
-        best = milp.Exact(found.solution, floor)
-        if not 0 < found.solution.cost < ceiling * _FAR:
-            return best
-        ceiling = found.solution.cost
+    near = max(_GAP, min(_SHARE * step / ceiling, _MOST)) if gap is None else gap
+    found = milp.solve_exactly(problem, budget, nodes=nodes, gap=near, ceiling=ceiling)
+    better = found.solution is not None and found.solution.cost < ceiling
+    return milp.Exact(found.solution if better else None, min(found.lower_bound, ceiling))
 
 
 def _listed(problem: Problem, budget: float) -> Solution | None:
