@@ -17,10 +17,10 @@ import torch
 
 from remat._core import format_bytes
 from remat._inspect import looked_at
-from remat.plan.calls import Met, RanRegions, Regions, looked
+from remat.plan.calls import Met, RanRegions, Regions
 from remat.plan.chain import Choice, Measure, Stage
 from remat.plan.graph import CostModel, Graph, workspace
-from remat.plan.joint import Hole, Joint, Op, planned_for, record, record_run
+from remat.plan.joint import Hole, Joint, Op, planned_for, record_run
 from remat.plan.peak import gradients_left, held_throughout, node_ends, sums_gradients, written_over
 from remat.policies import Policy
 from remat.transforms import RematError
@@ -259,18 +259,12 @@ def step_of(
 ) -> WholeStep:
     """Record a step without data: `wanted` says by a region's policy whether it is left out and planned."""
     regions, keywords = Regions(wanted), dict(kwargs)
-
-    def recorded(_: Any) -> Joint:
-        regions.found.clear()
-        with regions.meeting():
-            return record(fn, args, keywords)
-
     with planned_for(device):
-        outside = looked(recorded, fn, args, keywords)
+        outside = regions.around(fn, args, keywords)
         traced = regions.traced
         if regions.narrowed(outside.holes):
             # Results that nobody differentiates have no backward: another record begins with the others.
-            outside = looked(recorded, fn, args, keywords)
+            outside = regions.around(fn, args, keywords)
     return _whole(regions.found, outside, traced, accumulating, shards)
 
 

@@ -65,14 +65,28 @@ class Regions:
         if in_transform() or not self.wanted(policy) or not torch.is_grad_enabled():
             return None
         with standing_for(None):
-            graph = self.graph(fn, args, kwargs)
-            shell = _shell(graph, fn, args, kwargs)
-            at, gone = len(self.found), ((), 0)
-            if at < len(self.present) and (ends := self.present[at]) is not None:
-                every, graph = graph, _from(ends, graph, fn, args, kwargs)
-                gone = ends[1], _only_in(every.joint, graph.joint)
+            return (self._result(fn, args, kwargs),)
+
+    def _result(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of a region returns, which is noted."""
+        graph = self.graph(fn, args, kwargs)
+        shell = _shell(graph, fn, args, kwargs)
+        at, gone = len(self.found), ((), 0)
+        if at < len(self.present) and (ends := self.present[at]) is not None:
+            every, graph = graph, _from(ends, graph, fn, args, kwargs)
+            gone = ends[1], _only_in(every.joint, graph.joint)
         self.note(fn, graph, tuple([k for k, meta in enumerate(shell.fresh) if meta.grad]), gone)
-        return (left_out(shell, args, kwargs),)
+        return left_out(shell, args, kwargs)
+
+    def around(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joint:
+        """The graph of `fn(*args, **kwargs)` with the regions left out that are met in it."""
+
+        def recorded(_: Any) -> Joint:
+            self.found.clear()
+            with self.meeting():
+                return record(fn, args, kwargs)
+
+        return looked(recorded, fn, args, kwargs)
 
     @property
     def traced(self) -> int:
@@ -97,13 +111,13 @@ class Regions:
         graph: Graph,
         graded: tuple[int, ...] = (),
         gone: tuple[tuple[int, ...], int] = ((), 0),
-    ) -> None:
+    ) -> Met:
         """Add a region."""
         owner = getattr(fn, "__self__", fn)
         name = getattr(fn, "__name__", None) or type(fn).__name__
-        self.found.append(
-            Met(name, graph, owner if isinstance(owner, torch.nn.Module) else None, graded, gone)
-        )
+        met = Met(name, graph, owner if isinstance(owner, torch.nn.Module) else None, graded, gone)
+        self.found.append(met)
+        return met
 
     def graph(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         """The graph of a call, from one like it where there is one."""

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from remat._blocks import fitting, regions
-from remat.plan.calls import Regions, looked
+from remat.plan.calls import Regions
 from remat.plan.graph import Graph
-from remat.plan.joint import Joint, record
 from remat.plan.layout.around import Around
 from remat.plan.layout.local import Local
 from remat.plan.model import plans_by_budget
@@ -61,11 +60,7 @@ def traced(
     for block in names:
         region(block)
 
-    def recorded(_: Any) -> Joint:
-        with blocks.meeting():
-            return record(local.model, args, kwargs)
-
-    around = looked(recorded, local.model, args, kwargs)
+    around = blocks.around(local.model, args, kwargs)
     if not blocks.found:
         raise RematError("remat.fit(mesh=...): the model calls none of its blocks.")
     readers = Counter(s for hole in around.holes for s in {around.values[v].storage for v in hole.operands})
