@@ -157,37 +157,30 @@ def paths_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     of the user's may run a call again and count what it packs, so there only looks count, which find the same
     in each run.
     """
-    call = _Call(fn, args, kwargs)
+    call, fixed = _Call(fn, args, kwargs), under_hooks()
     key, name = call.key, getattr(fn, "__name__", None) or type(fn).__name__
-    if under_hooks():
-        known = None if key is None else Key(_SAME, key)
-        if known is not None and (calls := _SEEN.get(known)) is not None and calls.paths is not None:
-            return calls.paths
-        seen = _seen(call, name, "Under saved-tensor hooks, as torch's checkpoint has, it keeps nothing.")
-        found = Paths(name, None, () if seen is None else (seen,), call.held())
-        if known is not None:
-            _calls(known).paths = found
-        return found
-    calls = None if key is None else _SEEN.get(key)
+    place = Key(_SAME, key) if fixed and key is not None else key
+    calls = None if place is None else _SEEN.get(place)
     if calls is not None and calls.paths is not None:
         return calls.paths
     if calls is not None and calls.learned is not None:
         # Of calls that were looked at that is one path more.
         graphs = calls.learned if calls.graph is None else (*calls.learned, calls.graph)
     else:
-        seen = _seen(
-            call,
-            name,
-            "For now the first call of each shape keeps nothing, and what it runs is planned for the later "
-            "ones.",
-        )
+        seen = _seen(call, name, _KEEPS_NOTHING if fixed else _FOR_NOW)
         graphs = () if seen is None else (seen,)
-        if seen is None and key is not None:
-            _calls(key).learned = ()
-    found = Paths(name, key, graphs, call.held())
-    if key is not None:
-        _calls(key).paths = found
+        if seen is None and place is not None and not fixed:
+            _calls(place).learned = ()
+    found = Paths(name, None if fixed else key, graphs, call.held())
+    if place is not None:
+        _calls(place).paths = found
     return found
+
+
+_KEEPS_NOTHING = "Under saved-tensor hooks, as torch's checkpoint has, it keeps nothing."
+_FOR_NOW = (
+    "For now the first call of each shape keeps nothing, and what it runs is planned for the later ones."
+)
 
 
 def _seen(call: _Call, name: str, otherwise: str) -> Graph | None:

@@ -66,27 +66,27 @@ def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     while is_a(fn, functools.partial):
         # Model libraries make a new one at every call, of the same layer.
         fn, args, kwargs = fn.func, (*fn.args, *args), fn.keywords | kwargs
-    if not kwargs and all(map(is_tensor, args)):
-        leaves, spec = args, len(args)
-    else:
-        leaves, spec = flatten((args, kwargs))
-    look = _Look()
+    found = _found(_Look(), fn, args, kwargs)
     try:
-        look.at(fn)
-        look.each(leaves)
-        return Key(*look.found, spec, *modes())
-    except (TypeError, RecursionError):
-        # TypeError: symbolic sizes and the like have no hash.
+        return None if found is None else Key(*found)
+    except TypeError:
+        # Symbolic sizes and the like have no hash.
         return None
 
 
 def alike_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     """What a call looks like, whichever module of its class it is of; None where nothing can stand for it."""
-    leaves, spec = flatten((args, kwargs))
-    look = _Look(alike=True)
+    return _found(_Look(alike=True), fn, args, kwargs)
+
+
+def _found(look: _Look, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    if not kwargs and all(map(is_tensor, args)):
+        leaves, spec = args, len(args)
+    else:
+        leaves, spec = flatten((args, kwargs))
     try:
-        for value in (fn, *leaves):
-            look.at(value)
+        look.at(fn)
+        look.each(leaves)
         return [*look.found, spec, *modes()]
     except (TypeError, RecursionError):
         return None
