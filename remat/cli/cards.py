@@ -14,8 +14,17 @@ from remat.transforms import RematError
 
 # A name, and what compiles the step.
 Row = tuple[str, Callable[[], GpuReport]]
-COLUMNS = ("policy", ">kept", ">peak", ">fits", ">launches", ">TFLOP", ">roofline ms", ">CUDA graph", ">C++")
-COLUMNS += (">spilling",)
+COLUMNS = (
+    "policy",
+    ">kept",
+    ">peak",
+    ">fits",
+    ">launches",
+    ">TFLOP",
+    ">roofline ms",
+    ">CUDA graph",
+    ">spilling",
+)
 
 
 def show(title: str, device: str, rows: Iterable[Row], json: bool, svg: Path | None = None) -> int:
@@ -63,7 +72,6 @@ def plain(name: str, report: GpuReport | str) -> dict[str, Any]:
         "seconds",
         "survived",
         "not_capturable",
-        "not_in_cpp",
     )
     spills = sum(kernel.spills or 0 for kernel in report.kernels)
     figures = {key: getattr(report, key) for key in names}
@@ -81,11 +89,10 @@ def _page(heading: str, found: dict[str, GpuReport | str]) -> Page:
             notes.append(f"{name}: a region lost its recomputation")
         elif report.differing:
             notes.append(f"{name}: other bits than in the forward are possible, as {report.differing[0]}")
-    for what, key in (("not in a CUDA graph", "not_capturable"), ("no C++ wrapper", "not_in_cpp")):
-        # Policies mostly have one reason in common.
-        for reason in dict.fromkeys(why for _, report in reports if (why := getattr(report, key))):
-            names = ", ".join(name for name, report in reports if getattr(report, key) == reason)
-            notes.append(f"{names}: {what}, {reason}")
+    # Policies mostly have one reason in common.
+    for reason in dict.fromkeys(report.not_capturable for _, report in reports if report.not_capturable):
+        names = ", ".join(name for name, report in reports if report.not_capturable == reason)
+        notes.append(f"{names}: not in a CUDA graph, {reason}")
     return Page((), (Table(heading, COLUMNS, tuple(rows)),), tuple(notes))
 
 
@@ -99,7 +106,6 @@ def _cells(report: GpuReport) -> tuple[str, ...]:
         f"{report.flops / 1e12:.3g}",
         f"{1e3 * report.seconds:.4g}",
         "no" if report.not_capturable else "yes",
-        "no" if report.not_in_cpp else "yes",
         str(sum(map(bool, spills))) if spills else "",
     )
 

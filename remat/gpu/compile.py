@@ -288,7 +288,7 @@ class Simulation:
 def _graph(code: Lowered, execution: Execution, chip: Chip, speeds: Device, machine_code: bool) -> GpuGraph:
     kernels = tuple(_kernel(launch, chip, speeds, machine_code) for launch in execution.launches)
     called = tuple(execution.called)
-    return GpuGraph(code.source, kernels, execution.peak, code.not_capturable, called, code.not_in_cpp)
+    return GpuGraph(code.source, kernels, execution.peak, code.not_capturable, called)
 
 
 def _kernel(launch: Launch, chip: Chip, speeds: Device, machine_code: bool) -> Kernel:

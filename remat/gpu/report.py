@@ -62,7 +62,6 @@ class GpuGraph:
         peak: the most bytes that are alive while it runs, above what the caller holds. In a backward's are
             what the forward kept, and the gradients.
         not_capturable: what keeps it out of a CUDA graph; empty if nothing does.
-        not_in_cpp: what keeps its wrapper from being C++ (Inductor's option `cpp_wrapper`), likewise.
         blocks: wrappers of the blocks of steps that its scans call, each once, in the order of their first
             calls. Their kernels are among `kernels`, as often as they are called.
 
@@ -79,7 +78,6 @@ class GpuGraph:
     peak: int
     not_capturable: str = ""
     blocks: tuple[str, ...] = ()
-    not_in_cpp: str = ""
 
     @property
     def seconds(self) -> float:
@@ -169,15 +167,7 @@ class GpuReport:
     @property
     def not_capturable(self) -> str:
         """What keeps its graphs out of CUDA graphs; empty if nothing does."""
-        return self._reasons("not_capturable")
-
-    @property
-    def not_in_cpp(self) -> str:
-        """What keeps its wrappers from being C++; empty if nothing does."""
-        return self._reasons("not_in_cpp")
-
-    def _reasons(self, key: str) -> str:
-        named = ((name, getattr(graph, key)) for name, graph in self._named.items())
+        named = ((name, graph.not_capturable) for name, graph in self._named.items())
         return "; ".join(f"{name}: {reason}" for name, reason in named if reason)
 
     @property
@@ -205,7 +195,6 @@ def _line(name: str, graph: GpuGraph) -> str:
     triton = sum(kernel.kind == "triton" for kernel in graph.kernels)
     moved = format_bytes(sum(kernel.bytes for kernel in graph.kernels))
     captured = f"; not in a CUDA graph: {graph.not_capturable}" if graph.not_capturable else ""
-    captured += f"; no C++ wrapper: {graph.not_in_cpp}" if graph.not_in_cpp else ""
     return (
         f"    {name}: {triton} Triton and {len(graph.kernels) - triton} other kernels, {moved} moved, peak "
         f"{format_bytes(graph.peak)}, {1e3 * graph.seconds:.3g} ms{captured}"

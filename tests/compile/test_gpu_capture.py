@@ -43,13 +43,6 @@ def offloading(x):
     return remat(lambda x: (x @ x.T).sin(), policy=offload(save_matmuls))(x).sum()
 
 
-marked = torch.compiler.nested_compile_region(lambda x: x.sin().cos())
-
-
-def nested(x):
-    return marked(marked(x)).square().sum()
-
-
 class Statistics(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -80,7 +73,7 @@ def test_the_reason_is_told_with_its_line(triton, step, forward, backward):
     for graph, expected in ((found.forward, forward), (found.backward, backward)):
         assert graph.not_capturable.startswith(expected) and bool(expected) == bool(graph.not_capturable)
         assert not expected or "test_gpu_capture.py:" in graph.not_capturable
-        assert "\n" not in graph.not_capturable and not graph.not_in_cpp
+        assert "\n" not in graph.not_capturable
 
 
 def test_no_part_is_captured_beside_what_travels(triton, monkeypatch):
@@ -118,14 +111,4 @@ def test_what_a_region_returns_behind_what_it_sends_is_no_copy(triton):
 def test_buffers_of_modules_may_be_written_to(triton):
     """They have the same address in every call."""
     found = report(Statistics().to("meta"))
-    assert not found.not_capturable and not found.not_in_cpp
-
-
-def test_a_marked_region_is_no_call_of_a_cpp_wrapper(triton):
-    found = report(nested)
     assert not found.not_capturable
-    assert (
-        found.not_in_cpp.startswith("forward: invoke_subgraph, at ")
-        and "backward: invoke" in found.not_in_cpp
-    )
-    assert "test_gpu_capture.py:" in found.not_in_cpp

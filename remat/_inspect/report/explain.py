@@ -15,7 +15,7 @@ from remat._inspect.report.causes import Witness, causes, taken_apart
 from remat._inspect.report.cockpit import save_cockpit
 from remat._inspect.report.each import each_of
 from remat._inspect.report.measure import Measured, RegionUse, Work, measure
-from remat._inspect.report.records import cockpit_record, explanation_record, save_snapshot, short
+from remat._inspect.report.records import cockpit_record, explanation_record, short
 from remat._inspect.report.tables import Page, Shown, Table
 from remat._inspect.report.watch import KINDS, PASSES, TRANSFER
 from remat._inspect.residuals import Residual, Residuals
@@ -93,10 +93,6 @@ class Explanation(Shown):
             choices.insert(0, ("as it is", self.now))
         plain = self.plain if self.now.regions or self.rows else None
         save_cockpit(self.page(), cockpit_record(self.name, plain, choices), path)
-
-    def save_snapshot(self, path: str | Path) -> None:
-        """Write the blocks of memory as a snapshot for torch's memory_viz (a pickle)."""
-        save_snapshot(self.now.timeline, path)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain data: bytes, FLOPs and counts; devices and dtypes as text."""

@@ -1,13 +1,10 @@
-"""Reports as plain data: dictionaries for JSON, columns for the page, a snapshot for memory_viz."""
+"""Reports as plain data: dictionaries for JSON, columns for the page."""
 
 from __future__ import annotations
 
 import os
-import pickle
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from remat._core import DEVICES, Device, format_bytes, format_shape
@@ -183,37 +180,3 @@ def columns(timeline: Timeline, words: Words) -> dict[str, Any]:
 def short(location: str | None) -> str:
     """A location without its folders."""
     return (location or "an unknown line").rpartition(os.sep)[2]
-
-
-# -- torch's memory_viz ------------------------------------------------------------------------------------
-
-
-def save_snapshot(timeline: Timeline, path: str | Path) -> None:
-    """Write a snapshot that https://pytorch.org/memory_viz opens; `time_us` is the op's position."""
-    trace = [event for _, _, event in sorted(_events(timeline), key=lambda event: event[:2])]
-    Path(path).write_bytes(pickle.dumps({"segments": [], "device_traces": [trace]}))
-
-
-def _events(timeline: Timeline) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Position, order at that position, and what torch's allocator would have noted."""
-    # Every block has addresses of its own: those used again would hide each other in the picture.
-    address, last = 0, len(timeline.ops) - 1
-    for block in timeline.blocks:
-        ran, category = timeline.ops[min(block.made, last)], block.category(timeline.boundary)
-        common = {"addr": address, "size": block.bytes, "stream": 0, "category": category}
-        frames = [{"filename": str(ran.op), "line": 0, "name": block.region or ran.when}]
-        made = {"action": "alloc", "frames": _frames(ran.location) + frames, "time_us": block.made}
-        address += max(block.bytes, 1)
-        yield block.made, 1, common | made
-        if block.freed is not None:
-            gone = common | {"frames": [], "time_us": block.freed}
-            order = 0 if block.freed > block.made else 2
-            yield block.freed, order, gone | {"action": "free_requested"}
-            yield block.freed, order, gone | {"action": "free_completed"}
-
-
-def _frames(location: str) -> list[dict[str, Any]]:
-    found = re.fullmatch(r"(.*):(\d+) \((.*)\)", location)
-    if found is None:
-        return []
-    return [{"filename": found[1], "line": int(found[2]), "name": found[3]}]

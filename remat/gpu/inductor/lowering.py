@@ -34,7 +34,6 @@ class Lowered:
         unread: the others. All that is read of their values is shapes.
         reductions: texts of the kernels of each reduction of the graph; none for the CPU.
         not_capturable: why the code cannot go into a CUDA graph; empty if it can.
-        not_in_cpp: why its wrapper cannot be C++; empty if it can.
         strides: how the code lays what it returns, by the names of `outputs`.
     """
 
@@ -46,7 +45,6 @@ class Lowered:
     unread: list[Node]
     reductions: dict[Node, list[str]]
     not_capturable: str
-    not_in_cpp: str
     strides: dict[str, tuple[int, ...]]
 
 
@@ -102,8 +100,8 @@ def lowered(
             noted = stack.enter_context(reductions_noted())
             source = graph.codegen()[0].value
     computed, why, laid = _computed(graph, before, module), _why_not(graph, module), _laid(outputs, graph)
-    unread, why_no_cpp = [node for node in before if node not in set(computed)], _why_no_cpp(graph)
-    return Lowered(_plain(source), inputs, names, outputs, computed, unread, noted, why, why_no_cpp, laid)
+    unread = [node for node in before if node not in set(computed)]
+    return Lowered(_plain(source), inputs, names, outputs, computed, unread, noted, why, laid)
 
 
 def _inputs(module: GraphModule) -> list[Any]:
@@ -246,17 +244,4 @@ def _why_not(graph: Any, module: GraphModule) -> str:
             values = [node for user in given[at].users for node in (user, *user.all_input_nodes)]
             lines = [line_of(n) for n in values if n.op != "placeholder" and "stack_trace" in n.meta]
             return f"a write to an argument, at {lines[0] if lines else 'an unknown line'}"
-    return ""
-
-
-def _why_no_cpp(graph: Any) -> str:
-    """What Inductor's C++ wrapper has no code for, and the user's line."""
-    from torch._inductor import ir
-
-    for made in graph.operations:
-        op = getattr(made, "op_overload", None)
-        if isinstance(made, ir.InvokeSubgraph) or isinstance(op, torch._ops.HigherOrderOperator):
-            origins = sorted(made.get_origins())
-            where = line_of(origins[0]) if origins else "an unknown line"
-            return f"{op or 'invoke_subgraph'}, at {where}"
     return ""
