@@ -56,7 +56,7 @@ class Search:
         self.solved = functools.cache(self._solved)
         self.model, (self.x,), self.shared = built(name)
         self.stages = [f for block in self.model.blocks for f in (block.attend, block.feed)]  # type: ignore
-        self.traced = trace(self.stages, self.x, tuple(self.shared), True)
+        self.traced = trace(self.stages, self.x, tuple(self.shared))
 
     def theirs(self, count: int) -> Iterator[tuple[float, Solution]]:
         """Torch's plans at evenly spaced budgets."""

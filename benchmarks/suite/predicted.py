@@ -22,7 +22,7 @@ from remat.plan import (
     Measure,
     Plan,
     Portfolio,
-    carried,
+    carried_out,
     complete,
     cost_model,
     measuring,
@@ -114,7 +114,7 @@ class Predicted:
         """Regions that do so, in the order of their calls."""
         step = self.portfolio.step
         found = map(self.portfolio.carrier, step.graphs, chosen.choices, step.names)
-        policies = [carried([one]) if isinstance(one, Plan) else one for one in found]
+        policies = [carried_out([one]) if isinstance(one, Plan) else one for one in found]
         turns = itertools.cycle(range(len(policies)))
 
         def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
