@@ -16,7 +16,7 @@ arcs. `docs/measured/planner.md` says how views, inputs and random ops are writt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,28 +54,29 @@ class Problem:
         return tuple(map(tuple, made))
 
     @cached_property
+    def order(self) -> tuple[int, ...]:
+        """All ops as they can run one after another: as numbered, but what reads nothing (inputs) first."""
+        return tuple(sorted(range(len(self.cost)), key=lambda op: (bool(self.reads[op]), op)))
+
+    @cached_property
     def relevant(self) -> frozenset[int]:
         """The values from which something needed can be made: nothing else is ever worth keeping."""
-        seen = set(self.need)
-        todo = list(seen)
-        while todo:
-            for read in self.reads[self.producer[todo.pop()]]:
-                if read not in seen:
-                    seen.add(read)
-                    todo.append(read)
-        return frozenset(seen)
+        return self._behind(lambda value: True)
 
     @cached_property
     def certain(self) -> frozenset[int]:
         """What is there in every solution: what is needed, and what that must be made from again."""
+        return self._behind(lambda value: self.size[value] == INF)
+
+    def _behind(self, made: Callable[[int], bool]) -> frozenset[int]:
+        """What is needed, and what such values are made from, for which `made` says so."""
         found = set(self.need)
-        todo = [v for v in found if self.size[v] == INF]
+        todo = list(found)
         while todo:
-            for read in self.reads[self.producer[todo.pop()]]:
-                if read not in found:
-                    found.add(read)
-                    if self.size[read] == INF:
-                        todo.append(read)
+            value = todo.pop()
+            fresh = {read for read in self.reads[self.producer[value]] if made(value)} - found
+            found |= fresh
+            todo += fresh
         return frozenset(found)
 
 

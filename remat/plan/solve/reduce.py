@@ -57,29 +57,15 @@ def reduce(problem: Problem) -> Reduced:
 def _behind(problem: Problem) -> dict[int, frozenset[int]]:
     """For each value the values that stand for it: itself, what it is a view of, or nothing if it is free."""
     found: dict[int, frozenset[int]] = {}
-    for start in problem.relevant:
-        todo = [start]
-        while todo:
-            value = todo[-1]
-            reads = problem.reads[problem.producer[value]] if _is_view(problem, value) else ()
-            missing = [r for r in reads if r not in found]
-            if missing and value not in found:
-                todo += missing
-                continue
-            todo.pop()
-            if problem.free(value):
-                found[value] = frozenset()
-            elif _is_view(problem, value):
-                found[value] = frozenset().union(*(found[r] for r in reads))
-            else:
-                found[value] = frozenset((value,))
+    for op in problem.order:
+        made = problem.outputs[op]
+        # What reads nothing and cannot be kept is no view of anything, but costs nothing to have either.
+        view = problem.cost[op] == 0 and all(problem.size[v] == INF for v in made)
+        looked_at = frozenset().union(*(found[read] for read in problem.reads[op])) if view else None
+        for value in made:
+            own = frozenset((value,)) if looked_at is None else looked_at
+            found[value] = frozenset() if problem.free(value) else own
     return found
-
-
-def _is_view(problem: Problem, value: int) -> bool:
-    op = problem.producer[value]
-    # An op that reads nothing and cannot be kept is no view of anything, but it costs nothing to have either.
-    return problem.cost[op] == 0 and all(problem.size[v] == INF for v in problem.outputs[op])
 
 
 def _wanted(

@@ -35,7 +35,8 @@ def split(problem: Problem) -> list[Part]:
 
 def _groups(problem: Problem) -> Iterable[list[int]]:
     """The ops that something needed can be made with, by connection, in an order that can be run."""
-    ops = sorted({problem.producer[v] for v in problem.relevant})
+    makers = {problem.producer[v] for v in problem.relevant}
+    ops = [op for op in problem.order if op in makers]
     reads = {op: _ties(problem, op) for op in ops}
     parent = {op: op for op in ops}
 
@@ -49,19 +50,8 @@ def _groups(problem: Problem) -> Iterable[list[int]]:
         for value in values:
             parent[root(problem.producer[value])] = root(op)
     groups: dict[int, list[int]] = {}
-    seen: set[int] = set()
-    for start in ops:
-        todo = [start]
-        while todo:
-            op = todo[-1]
-            missing = [o for v in reads[op] if (o := problem.producer[v]) not in seen]
-            if missing and op not in seen:
-                todo += missing
-                continue
-            todo.pop()
-            if op not in seen:
-                seen.add(op)
-                groups.setdefault(root(op), []).append(op)
+    for op in ops:
+        groups.setdefault(root(op), []).append(op)
     return groups.values()
 
 
