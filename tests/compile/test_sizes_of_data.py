@@ -7,7 +7,7 @@ import torch
 from torch.func import grad
 
 from remat import remat, save_matmuls, save_nothing
-from tests.helpers import crossed, rand
+from tests.helpers import TORCH, crossed, rand
 
 W = rand(4, 4, seed=1)
 
@@ -42,6 +42,8 @@ WAYS = {
 )
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)  # pyright: ignore[reportPrivateImportUsage]
 def test_it_is_as_in_eager(fn, way, policy):
+    if way == "grad" and TORCH < (2, 13):
+        pytest.skip("torch does not trace it, without regions too")
     found = []
     for run in (WAYS[way](fn), torch.compile(WAYS[way](remat(fn, policy=policy)), backend="aot_eager")):
         x, w = (
