@@ -354,7 +354,7 @@ def lying_as(tensor: torch.Tensor, meta: Any) -> torch.Tensor:
     Hooks of the user's return what has the same numbers. Ops that draw for it do so in its order.
     """
     shape, stride = meta[:2]
-    if tensor.shape != shape or lies_as(tensor, meta):
+    if stride is None or tensor.shape != shape or lies_as(tensor, meta):
         return tensor
     stand_in = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
     return torch.empty_like(stand_in, device=tensor.device).copy_(tensor)
@@ -379,7 +379,9 @@ def _in_memory_of(tensor: torch.Tensor, other: Any) -> bool:
 
 
 def geometry(tensor: torch.Tensor) -> Any:
-    """How a tensor lies in its memory."""
+    """How a tensor lies in its memory; of a sparse or nested one, its sizes."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.dtype, False, shape_of(tensor), tensor.layout
     place = tensor.shape, tensor.stride(), tensor.storage_offset()
     return tensor.dtype, tensor.is_conj(), *place, tensor.is_neg()
 

@@ -26,6 +26,30 @@ def test_a_sparse_argument_that_is_differentiated():
     same(found[0], found[1], 0.0)
 
 
+LAYOUTS = {
+    "coo": lambda x: x.to_sparse(),
+    "csr": lambda x: x.to_sparse_csr(),
+    "csc": lambda x: x.to_sparse_csc(),
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arguments_without_strides_under_hooks_of_the_users(layout):
+    """What stays on the host between the passes has no place in memory that could be told by strides."""
+    fixed = LAYOUTS[layout](torch.eye(4, dtype=D))
+    fn = lambda a, x: (x.sin() @ (a.to_padded_tensor(0.0) if a.is_nested else a.to_dense())).exp()  # noqa: E731
+    found = []
+    for wrap in (remat, remat, lambda fn: fn):
+        x = torch.linspace(-1, 1, 16, dtype=D).view(4, 4).requires_grad_()
+        with torch.autograd.graph.save_on_cpu():
+            out = wrap(fn)(fixed, x)
+        found.append(torch.autograd.grad(out.sum(), x)[0])
+    same(found[0], found[2], 0.0)
+    same(found[1], found[2], 0.0)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("policy", [save_nothing, checkpoint_policy(budget=0.5)], ids=["nothing", "budget"])
 def test_jagged_tensors_in_and_out(policy):
