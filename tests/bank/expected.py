@@ -39,13 +39,6 @@ class Expected:
 SAME = Expected("", "", "same", "", "")
 OTHERWISE = (
     Expected(
-        "plain_over_vmap",
-        "alias_of_numpys_in_later_calls",
-        "same failed invalid refused",
-        "gradients|",
-        "open, and silent: a buffer is written below a vmap whose memory NumPy has given a second storage",
-    ),
-    Expected(
         LEVELS,
         "python",
         "same refused failed",
@@ -201,14 +194,6 @@ OTHERWISE = (
         "same refused invalid",
         "reads `.data`|",
         "a region that torch.func differentiates twice refuses `.data` (docs/limits.md)",
-    ),
-    Expected(
-        "buffers_grad",
-        "parts_of_a_state_among_the_arguments",
-        "same failed",
-        "derivatives|",
-        "open, and silent: a derivative through a view that is written without gradients, in a region in a "
-        "region under two levels that differentiate in reverse",
     ),
     Expected(
         LEVELS,
@@ -466,8 +451,8 @@ TORCH = (
         "vmap_vmap_grad",
         "augmented_assignments boolean_mask empty_filled_by_halves index_put_accumulates "
         "indices_copied lerp_and_addcmul list_of_one_memory masked_fill name_of_what_is_written_later "
-        "narrow_added_to normal_around number_from_a_list result_written_in_place row_of_transpose "
-        "scaled_in_place scattered sum_of_a_mask view_before_a_write",
+        "narrow_added_to normal_around number_from_a_list result_stored_beside_loop result_stored_beside_scan "
+        "result_written_in_place row_of_transpose scaled_in_place scattered sum_of_a_mask view_before_a_write",
     ),
 )
 REFUSED: dict[str, set[str]] = {}

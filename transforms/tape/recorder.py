@@ -377,13 +377,17 @@ class Recorder(KeptValues):
             if first != -1 - number and place(other := self.outside[first]) == spot:
                 # NumPy has made a storage of its own around this memory. No later call is held against this.
                 known, self.tape.cacheable = self._known(memory_of(other)), False
+        scratch = scratch_around(storage(tensor)) if on_scratch() else None
+        there = None if scratch is None else scratch.place
+        if known is None and there is not None:
+            known = self._known(there)  # by a view of it that came before
         root = known[1] if known is not None and known[1] < 0 else number
         self.tape.outside.append(Outside(metadata(tensor), root))
-        if on_scratch() and (now := scratch_around(storage(tensor))):
+        if scratch is not None:
             # A run of the region around has a copy, where views of it lie, and may write to it later.
-            self.snapshots.setdefault(root, untracked(now.copy))
-            if now.place is not None:
-                self._remember(now.place, root, number, tensor)
+            self.snapshots.setdefault(root, untracked(scratch.copy))
+            if there is not None:
+                self._remember(there, root, number, tensor)
         self._remember(memory, root, number, tensor)
         return number
 
