@@ -451,9 +451,11 @@ TORCH = (
         "vmap_vmap_grad",
         "augmented_assignments boolean_mask empty_filled_by_halves index_put_accumulates "
         "indices_copied lerp_and_addcmul list_of_one_memory masked_fill name_of_what_is_written_later "
-        "narrow_added_to normal_around number_from_a_list result_stored_beside_loop result_stored_beside_scan "
-        "result_written_in_place row_of_transpose scaled_in_place scattered sum_of_a_mask view_before_a_write",
+        "narrow_added_to normal_around number_from_a_list result_written_in_place row_of_transpose "
+        "scaled_in_place scattered sum_of_a_mask view_before_a_write",
     ),
+    ("BATCHES buffers_vmap", "result_stored_beside_loop result_stored_beside_scan"),
+    ("buffers_vmap", "result_stored_beside_tiles"),
 )
 REFUSED: dict[str, set[str]] = {}
 for _ways, _names in TORCH:
