@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import remat, save_matmuls, save_nothing, scan_layers, scan_remat, while_remat
+from remat import RematError, remat, save_matmuls, save_nothing, scan_layers, scan_remat, while_remat
 from tests.bank.library import Accumulates
 from tests.helpers import crossed
 
@@ -93,6 +93,20 @@ def test_weights_get_the_gradients_of_backwards_inside(run: Any, how: Any, hooke
     for found, right in zip(gradients(run, how, hooked), expected, strict=True):
         assert found is not None
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_second_derivatives_of_backwards_inside_are_refused(run: Any) -> None:
+    """They evaluate steps again, which would accumulate again: weights keep the gradients that they had."""
+    torch.manual_seed(0)
+    mlp: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4).requires_grad_()
+    out = run(lambda h: (beside(mlp, h) * 0.9).sin(), x)
+    grad = torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
+    before = [p.grad.clone() for p in mlp.parameters()]
+    with pytest.raises(RematError, match="accumulates gradients there"):
+        torch.autograd.grad(grad.square().sum(), x)
+    assert all(torch.equal(p.grad, g) for p, g in zip(mlp.parameters(), before, strict=True))
 
 
 def test_layers_that_are_scanned_in_a_region() -> None:

@@ -53,6 +53,7 @@ from remat.transforms.scan.spec import (
     Scan,
     State,
     Tensors,
+    accumulating_nothing,
     as_in_forward,
     compact,
     drawing_apart,
@@ -261,7 +262,7 @@ class _PullBack(_Recorded):
         wanted = ctx.needs_input_grad[3:]
         tensors = ctx.saved_tensors
         at = [i for i, want in enumerate(wanted) if want and i not in _kept_range(ctx, tensors)]
-        with users_aside(), as_in_forward(ctx.scan, seeded=True):
+        with users_aside(), as_in_forward(ctx.scan, seeded=True), accumulating_nothing(ctx.scan):
             made: Any = torch.func.vjp(_pull_back_at(ctx, tensors, at), *(tensors[i] for i in at))
             full = [torch.zeros_like(t) if ct is None else ct for t, ct in zip(made[0], cts, strict=True)]
             grads = dict(zip(at, made[1](tuple(full)), strict=True))
@@ -299,7 +300,12 @@ class _PullBack(_Recorded):
         skip = _kept_range(ctx, tensors)
         at = [i for i, t in enumerate(given) if t is not None and i not in skip]
         # Off in here, and levels below want the tangents of what is copied, too.
-        with forward_grad_enabled(True), as_in_forward(ctx.scan, seeded=True), dual_level_known_if_any():
+        with (
+            forward_grad_enabled(True),
+            as_in_forward(ctx.scan, seeded=True),
+            dual_level_known_if_any(),
+            accumulating_nothing(ctx.scan),
+        ):
             primals, duals = tuple(with_memory(tensors[i]) for i in at), tuple(given[i] for i in at)
             return torch.func.jvp(_pull_back_at(ctx, tensors, at), primals, duals)[1]
 

@@ -16,10 +16,12 @@ from remat.transforms.compat import (
     below_levels,
     every_level,
     functions_as_they_are,
+    is_wrapped,
     modes_active,
     unseen,
     unwrapped,
 )
+from remat.transforms.errors import RematError
 from remat.transforms.objects import is_tensor
 from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.ops import memory_of
@@ -387,6 +389,31 @@ def as_in_forward(scan: Scan, *, seeded: bool = False) -> Iterator[None]:
             if seeded:
                 record.start.restore()
         yield
+
+
+@contextlib.contextmanager
+def accumulating_nothing(scan: Scan) -> Iterator[None]:
+    """Raise where leaves that the body captures accumulate gradients within.
+
+    A step that goes backward inside gives them theirs when it is pulled back through. A derivative of that
+    pulls back through steps again, as often as its schedule says.
+    """
+    consts = getattr(scan.step, "captured", ())
+    leaves = [t for t in consts if not is_wrapped(t) and t.is_leaf and t.requires_grad]
+    before = [t.grad for t in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        yield
+        if any([leaf.grad is not None for leaf in leaves]):
+            raise RematError(
+                f"{scan.spec.name}: a step goes backward inside and accumulates gradients there. This is a "
+                "second derivative, which evaluates steps again and would accumulate them again. Return them "
+                "by torch.autograd.grad, or write a loop."
+            )
+    finally:
+        for leaf, grad in zip(leaves, before, strict=True):
+            leaf.grad = grad
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
