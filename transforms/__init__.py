@@ -17,7 +17,7 @@ from remat.transforms.context import (
     beyond_regions,  # run what is no op of the regions around, in the forward or later
     node_of,  # the autograd node of a tensor, asked of no torch-function mode
     of_a_look,  # mark the second of two saved-tensor hooks by which a look at a function sees what is saved
-    on_wrappers,  # whether an op is one on wrappers of torch.distributed
+    on_wrappers,  # whether an op is one on wrappers of local tensors
     ranks_met,  # whether this process is one of a group's
     recordings,  # the recordings in progress on this thread, outermost first
     untracked,  # run an op of the engine's own, which no recording counts
@@ -97,8 +97,8 @@ from remat.transforms.pytree import (
     unflatten,  # the tree of structure `spec` with these leaves
 )
 from remat.transforms.sharded import (
-    Wrapper,  # what a wrapper of torch.distributed is, without its tensors
+    Wrapper,  # what a wrapper of local tensors is, without these
     local_tensors,  # the tensors of this process behind some, wrappers taken apart
     placements_of,  # how a tensor lies on its mesh
-    wraps,  # whether a tensor is a wrapper of torch.distributed
+    wraps,  # whether a tensor wraps local tensors: those of torch.distributed, jagged ones
 )

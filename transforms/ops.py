@@ -176,6 +176,11 @@ def tensors_in(values: Any) -> Iterable[torch.Tensor]:
         yield from tensors_in(tuple(values.values()))
 
 
+def has_strides(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one block of memory with an order in it: no sparse and no nested one."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def shape_of(tensor: torch.Tensor) -> torch.Size:
     """The sizes of a tensor; of a nested one those that its parts have in common, and how many numbers."""
     if not tensor.is_nested:
@@ -188,7 +193,7 @@ def shape_of(tensor: torch.Tensor) -> torch.Size:
 def metadata(out: Any) -> Any:
     """`out` with its tensors replaced by their metadata."""
     if is_tensor(out):
-        stride = out.stride() if out.layout is torch.strided and not out.is_nested else None
+        stride = out.stride() if has_strides(out) else None
         return Meta((shape_of(out), stride, out.dtype, out.device))
     if isinstance(out, (tuple, list)):
         return type(out)([metadata(v) for v in out])
@@ -277,7 +282,7 @@ def address(memory: torch.UntypedStorage) -> int | None:
 
 def memory_of(tensor: torch.Tensor, values: bool = False) -> torch.UntypedStorage | None:
     """The storage object of a tensor, or of a sparse one's `values`, which lives as long as its memory."""
-    sparse = tensor.layout is not torch.strided or tensor.is_nested
+    sparse = not has_strides(tensor)
     if sparse and not (values and str(tensor.layout).startswith("torch.sparse")):
         return None
     try:
@@ -319,7 +324,7 @@ def lies(tensor: torch.Tensor) -> Any:
 
     It is the order of the dimensions in memory, and whether there are gaps; their width does not matter.
     """
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if not has_strides(tensor):
         return tensor.layout
     if tensor.is_contiguous():
         return None
@@ -380,7 +385,7 @@ def _in_memory_of(tensor: torch.Tensor, other: Any) -> bool:
 
 def geometry(tensor: torch.Tensor) -> Any:
     """How a tensor lies in its memory; of a sparse or nested one, its sizes."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if not has_strides(tensor):
         return tensor.dtype, False, shape_of(tensor), tensor.layout
     place = tensor.shape, tensor.stride(), tensor.storage_offset()
     return tensor.dtype, tensor.is_conj(), *place, tensor.is_neg()
@@ -428,7 +433,7 @@ class Decisions:
         level = max([GIVEN if i < 0 else levels.get(i, FIXED) for i in read], default=FIXED)
         if level == FIXED:
             return False
-        discrete = [meta for meta in metas(node.outs) if not _is_inexact(meta)]
+        discrete = [meta for meta in metas(node.outs) if not is_inexact(meta[2])]
         decides = level == COMPUTED and not kept and _decides(node, facts, discrete, given)
         levels[at] = _after(level, node, facts, discrete, kept or decides)
         return decides
@@ -462,7 +467,7 @@ def _decides(node: Any, facts: Traits, discrete: list[Meta], given: Iterable[int
         return False
     # Of fused attention the state of the generator, say, is no reason to keep the whole. Nor is the workspace
     # of a kernel (oneDNN's LSTM): larger than all it reads and makes, or bytes of a size of their own.
-    beside = [meta[0].numel() for meta in made if _is_inexact(meta)]
+    beside = [meta[0].numel() for meta in made if is_inexact(meta[2])]
     sizes = {*beside, *given}
     least, most = max(beside, default=0), max(sizes, default=0)
     return any(
@@ -471,15 +476,15 @@ def _decides(node: Any, facts: Traits, discrete: list[Meta], given: Iterable[int
     )
 
 
-def _is_inexact(meta: Meta) -> bool:
-    dtype: torch.dtype = meta[2]
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype are floats, or pairs of them."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def read_by(node: Any, tape: Any) -> Iterator[int]:
     """What an op on a tape reads, as `Decisions.meets` has it."""
     yield from node.deps
-    if any(_is_inexact(tape.outside[i].meta) for i in node.external):
+    if any(is_inexact(tape.outside[i].meta[2]) for i in node.external):
         yield -1
 
 

@@ -151,8 +151,14 @@ def _settled(graph: Graph, problem: Problem, budget: int, solved: Solved, model:
     accuracy = getattr(model, "accuracy", 0.0)
     if not accuracy:
         return solved
-    kept = [(name, s) for name, saved in ready(graph, problem) if (s := complete(problem, saved))]
-    return in_doubt(solved, problem, accuracy, [(name, s) for name, s in kept if s.bytes <= budget])
+    fitting = [(name, s) for name, s in _ready_made(graph, problem) if s.bytes <= budget]
+    return in_doubt(solved, problem, accuracy, fitting)
+
+
+def _ready_made(graph: Graph, problem: Problem) -> list[tuple[str, Solution]]:
+    """What ready policies make of a problem, by their names."""
+    kept = ((name, complete(problem, saved)) for name, saved in ready(graph, problem))
+    return [(name, solution) for name, solution in kept if solution is not None]
 
 
 def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: bool = False) -> Plan:
@@ -177,11 +183,7 @@ def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: boo
     found, lowest = [], INF
     try:
         low = min(least(problem).bytes, budget)
-        found.append(
-            highest_within(
-                policy.peak, low, budget, lambda b: plan(solved(b), b), lambda plan: plan.peak_bytes
-            )
-        )
+        found.append(highest_within(policy.peak, low, budget, at, lambda plan: plan.peak_bytes))
     except OutOfReach as error:
         lowest = error.lowest
     if not found or found[0].cost > 0:
@@ -204,8 +206,7 @@ def _rivals(
 
     def found() -> list[tuple[int, str, Solution]]:
         tried = [("mixture", solution) for solution in frontier(problem)]
-        kept = ((name, complete(problem, saved)) for name, saved in ready(graph, problem))
-        tried += [(name, solution) for name, solution in kept if solution is not None]
+        tried += _ready_made(graph, problem)
         distinct = {solution.saved: (name, solution) for name, solution in reversed(tried)}
         return [
             (step_peak([profile(graph, solution, compiled=compiled)]), name, solution)

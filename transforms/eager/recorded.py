@@ -19,7 +19,6 @@ from remat.transforms.compat import (
     graph_task,
     hooks_disabled,
     in_transform,
-    is_strided,
     push_hooks,
     storage_held,
     top_hooks,
@@ -27,7 +26,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import active, untracked
 from remat.transforms.eager.saved import Yielding, belongs_to_region
-from remat.transforms.ops import lying_as, metadata, storage
+from remat.transforms.ops import has_strides, lying_as, metadata, storage
 from remat.transforms.sharded import PLAIN
 from remat.transforms.tape import Held
 
@@ -84,7 +83,7 @@ class RecordedNode(Yielding):
 
 
 def _in_one_block(tensor: torch.Tensor) -> bool:
-    return type(tensor) in PLAIN and is_strided(tensor) and not tensor.is_nested
+    return type(tensor) in PLAIN and has_strides(tensor)
 
 
 def _numbers(tensor: torch.Tensor) -> Any:

@@ -146,7 +146,7 @@ def run(
         return region.function(*args, **kwargs)
     if in_transform():
         level = served_level()
-        if level == NOTHING_REVERSED or level == NOT_BELOW:
+        if level in (NOTHING_REVERSED, NOT_BELOW):
             if not _trained(region, args, kwargs):
                 return _run_forward(region, args, kwargs)
             level = None if level == NOT_BELOW else level

@@ -150,9 +150,9 @@ class _Backward:
         by_const, self.carry_cts, by_row = self.pull(steps, carry, rows, self.carry_cts, cts)
         self._add_consts(by_const)
         if stop == scan.length and not (self.batched or scan.over):
-            for i, x in enumerate(self.xs):
+            for i in range(len(self.xs)):
                 if all([row[i] is not None for row in by_row]):
-                    self.x_grads[i] = torch.empty_like(x)  # every row of which is put
+                    self._x_grad(i, last=True)
         for k, row in zip(range(start, stop), by_row, strict=True):
             self._put(scan.at(k), row)
         self.scan.tell("reverse", range(stop - 1, start - 1, -1))
@@ -240,16 +240,16 @@ class _Backward:
         """Gradients of the rows of an x, block by block as they lie; None where none comes to a block."""
         if all([part is None for part in parts]) and self.x_grads[i] is None:
             return
-        if self.x_grads[i] is None and steps.stop == self.scan.length:
-            self.x_grads[i] = self.xs[i].new_empty(self.xs[i].shape)  # every row of which is put
-        whole = self.scan.block([self._x_grad(i)], steps.start, len(steps))[0]
+        room = self._x_grad(i, last=steps.stop == self.scan.length)
+        whole = self.scan.block([room], steps.start, len(steps))[0]
         for part, rows in zip(parts, whole.chunk(len(parts)), strict=True):
             rows.zero_() if part is None else rows.copy_(part)
 
-    def _x_grad(self, i: int) -> torch.Tensor:
+    def _x_grad(self, i: int, last: bool = False) -> torch.Tensor:
+        """Room for the gradients of an x; `last`: the rows of the last steps are put, so that all will be."""
         found = self.x_grads[i]
         if found is None:
-            found = self.scan.zeros(self.xs[i], rows=True)
+            found = torch.empty_like(self.xs[i]) if last else self.scan.zeros(self.xs[i], rows=True)
             self.x_grads[i] = found
         return found
 

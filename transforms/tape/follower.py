@@ -17,6 +17,7 @@ from remat.transforms.compat import DispatchMode, function_modes_asked, function
 from remat.transforms.context import active, untracked
 from remat.transforms.ops import (
     Decisions,
+    has_strides,
     is_shape_arithmetic,
     lies_as,
     memory_of,
@@ -265,8 +266,7 @@ class TraceFollower(Recorder):
         shape, stride, dtype, device = known.meta
         if dtype is not tensor.dtype or shape != tensor.shape or device != tensor.device:
             return False
-        dense = tensor.layout is torch.strided and not tensor.is_nested
-        if dense is (stride is None) or not lies_as(tensor, known.meta):
+        if has_strides(tensor) is (stride is None) or not lies_as(tensor, known.meta):
             return False
         if self._writes or known.root != -1 - at:
             # What is written to must share its memory with what it shared it with.

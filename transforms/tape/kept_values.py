@@ -14,7 +14,7 @@ import torch
 from remat.transforms.compat import below_levels, is_strided, storage_key, watch_fused_steps
 from remat.transforms.context import Mode, active, untracked
 from remat.transforms.offload import INPUT, send
-from remat.transforms.ops import Traits, metas, storage, tensors_in
+from remat.transforms.ops import Traits, has_strides, metas, storage, tensors_in
 from remat.transforms.placeholders import Meta
 from remat.transforms.pytree import flatten
 from remat.transforms.sharded import local_tensors, placements_of
@@ -88,8 +88,7 @@ class KeptValues(Mode):
 
         def sent(tensor: torch.Tensor) -> Any:
             # (What has no strides stays where it is: sparse and nested tensors.)
-            sends = is_strided(tensor) and not tensor.is_nested
-            return send(tensor, root, source) if sends else tensor.detach()
+            return send(tensor, root, source) if has_strides(tensor) else tensor.detach()
 
         return untracked(map_tensors, sent, out)
 

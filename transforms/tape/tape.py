@@ -20,6 +20,7 @@ from remat.transforms.context import untracked
 from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import (
     Traits,
+    is_inexact,
     memory_of,
     metas,
     numel,
@@ -282,13 +283,9 @@ def default_of(node: Node, args: Any, kwargs: Any) -> torch.dtype | None:
 
     User code may turn it inside of a region. (No op with an operand of floating point asks for it.)
     """
-    asks = type(node.outs) is Meta and _is_inexact(node.outs[2]) and kwargs.get("dtype") is None
-    given = asks and any(_is_inexact(t.dtype) for t in tensors_in((args, kwargs)))
+    asks = type(node.outs) is Meta and is_inexact(node.outs[2]) and kwargs.get("dtype") is None
+    given = asks and any(is_inexact(t.dtype) for t in tensors_in((args, kwargs)))
     return torch.get_default_dtype() if asks and not given else None
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 class RecomputeSteps:

@@ -79,6 +79,11 @@ def alike_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return _found(_Look(alike=True), fn, args, kwargs)
 
 
+def facts_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """What of a tensor decides which ops run, and what they take."""
+    return shape_of(tensor), lies(tensor), tensor.dtype, tensor.device, tensor.requires_grad
+
+
 def _found(look: _Look, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     if not kwargs and all(map(is_tensor, args)):
         leaves, spec = args, len(args)
@@ -161,7 +166,7 @@ class _Look:
                 found += (kind, value)
             elif (kind is torch.Tensor or kind is torch.nn.Parameter) and (number := id(value)) not in seen:
                 seen[number] = len(seen)
-                found += (kind, shape_of(value), lies(value), value.dtype, value.device, value.requires_grad)
+                found += (kind, *facts_of(value))
                 try:
                     found.append(value.is_leaf)
                 except RuntimeError:
@@ -179,15 +184,7 @@ class _Look:
             held = _STALE
         # As `each` writes them.
         kind = torch.Tensor if is_fake(tensor) and kind is not torch.nn.Parameter else kind
-        self.found += (
-            kind,
-            shape_of(tensor),
-            lies(tensor),
-            tensor.dtype,
-            tensor.device,
-            tensor.requires_grad,
-        )
-        self.found.append(held)
+        self.found += (kind, *facts_of(tensor), held)
 
     def _loosely(self, look: Callable[[Any], None], value: Any) -> None:
         """Write down what something holds as one thing, of which a rough key knows nothing."""

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from remat.plan.calls.keys import facts_of
 from remat.policies import Policy
-from remat.transforms import BoundedCache, Key, attributes, flatten, is_a, is_module, lies, names_of, shape_of
+from remat.transforms import BoundedCache, Key, attributes, flatten, is_a, is_module, names_of
 from remat.transforms.closure import swapping
 from remat.transforms.intermediates import current
 
@@ -92,7 +93,7 @@ def _seen(value: Any) -> Hashable:
     if kind in _PLAIN:
         return kind, value
     if issubclass(kind, torch.Tensor):
-        return id(kind), shape_of(value), lies(value), value.dtype, value.device, value.requires_grad
+        return id(kind), *facts_of(value)
     return (id(value), (attributes(value) or {}).get("training")) if is_module(value) else id(value)
 
 
