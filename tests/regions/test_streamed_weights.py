@@ -316,3 +316,19 @@ def test_other_numbers_of_a_function_that_fetches_are_noticed() -> None:
     flag[0] = 2.0
     with pytest.raises(remat.RematError, match="does not repeat its forward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("way", ["data", "resized"])
+def test_a_plan_leaves_a_layer_the_gradient_of_a_call_before(way: str) -> None:
+    """A weight of another device or dtype, if for a moment, has another end of its graph from then on."""
+    x = X.clone().requires_grad_()
+
+    def gradients(inner: Any, outer: Any) -> Any:
+        model = streamed(layers(), WAYS[way]())
+        before = model(x).exp()
+        out = outer(lambda y: inner(lambda y: model(y).sin())(y))(before)
+        return torch.autograd.grad(out.sum(), [x, *model.parameters()])
+
+    for remembered in (lambda fn: fn, region_of):
+        found = gradients(remembered, lambda fn: region_of(fn, policy=POLICIES["budget"]()))
+        torch.testing.assert_close(found, gradients(lambda fn: fn, lambda fn: fn), rtol=0, atol=0)

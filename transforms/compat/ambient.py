@@ -16,6 +16,7 @@ import torch
 import torch.utils._device
 from torch.nn.modules import module as _modules
 from torch.utils import _pytree as torch_pytree  # noqa: F401  (its registry of containers has no public access)
+from torch.utils._python_dispatch import _disable_current_modes
 
 # -- ambient state ------------------------------------------------------------------------------------
 # What torch.set_grad_enabled calls, without an object for the way back.
@@ -126,8 +127,8 @@ def storage_held(tensor: torch.Tensor) -> Any:
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.data`, of which no torch-function mode is told."""
-    with functions_as_they_are():
+    """`tensor.data`, of which no mode is told: under fakes that of a real tensor would be a fake."""
+    with _disable_current_modes(), functions_as_they_are():
         return tensor.data
 
 
