@@ -64,8 +64,7 @@ class Portfolio:
             size = [INF if v in made and v not in kept else s for v, s in enumerate(problem.size)]
             own = replace(problem, size=tuple(size))
             solution, held = complete(own, kept), complete(replace(own, need=need), kept)
-            # Where Python runs again as a whole, what is kept beside is of no use.
-            if solution is not None and (not graph.joint.opaque or policy is save_nothing):
+            if solution is not None:
                 saved = solution.saved.union(held.saved if held else (), kept.intersection(shapes, made))
                 solution = replace(solution, saved=saved, bytes=int(sum(size[v] for v in saved)))
                 found.append(Ready(**vars(measure.choice(solution)), name=name))
@@ -95,7 +94,7 @@ class Portfolio:
         """What carries a choice out: a ready policy, a plan, or None where there is to be no region."""
         if isinstance(choice, Ready):
             return self.policies[choice.name]
-        if (self.step.ran or graph.joint.opaque) and (choice.saved or choice.cost):
+        if self.step.ran and (choice.saved or choice.cost):
             return save_nothing
         if not choice.saved and choice.cost == 0:
             return None

@@ -88,25 +88,23 @@ def simulated(
     ended, left = {joint.values[v].storage for v in joint.gradients}, gradients_left(joint)
     if accumulating:
         ended, left = ended - left, set()
-    read = {joint.values[v].storage for v in joint.saved}
+    read = joint.held_by_nodes
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
     forever = ended | kept if stays else ended
-    if joint.opaque and replayed and not compiled:
-        # It holds what it returns and what the backward begins with.
-        forward = live_bytes(joint, graph.ops, start=set(), forever=results | read)
-        forever = forever | results | tangents
     begun = kept | tangents | (_allocated(graph, saved) & graph.returned & read)
     sums = summed_anew(joint) if anew else {}
-    backward = live_bytes(joint, order, start=begun, forever=forever, nodes=not compiled, beside=sums)
+    # What runs again is another tensor.
+    pinned = {s: joint.ops[at] for s, at in joint.pinned if s not in kept and not compiled}
+    options = {"nodes": not compiled, "beside": sums, "pinned": pinned}
+    backward = live_bytes(joint, order, start=begun, forever=forever, **options)
     inputs = size - sum(joint.storages[s] for s in kept)
+    size += sum(joint.storages[s] for s in pinned)
     return Profile(size, forward + inputs, backward + inputs, sum(joint.storages[s] for s in left))
 
 
 def backward_order(graph: Graph, saved: Set[int], replayed: Set[int], compiled: bool) -> list[Op]:
     """The ops of a region's backward in order, those that run again included."""
     joint, ops = graph.joint, graph.ops
-    if joint.opaque and replayed and not compiled:
-        return list(joint.ops)
     if not compiled:
         first = _first_reader(joint)
         again = [ops[k] for k in sorted(replayed) if k < len(ops)]
@@ -165,13 +163,15 @@ def live_bytes(
     *,
     nodes: bool = False,
     beside: Mapping[int, int] | None = None,
+    pinned: Mapping[int, Op] | None = None,
 ) -> int:
     """The most bytes live at once while `ops` run, storages being freed after their last use.
 
     With `nodes`, what an autograd node reads and makes is freed when the node lets go of it, or ends.
-    `beside`: bytes that are made, and others that go, once a value is there.
+    `beside`: bytes that are made, and others that go, once a value is there. `pinned`: storages that are
+    there a second time, until an op has run.
     """
-    beside = beside or {}
+    beside, pinned = beside or {}, pinned or {}
     last: dict[int, int] = {}
     used: dict[int, int] = {}
     ends = node_ends(ops) if nodes else {}
@@ -190,7 +190,8 @@ def live_bytes(
         if storage not in forever:
             ending.setdefault(step, []).append(storage)
     live = set(start)
-    total = most = sum(joint.storages[s] for s in live)
+    going = {id(op): sum(joint.storages[s] for s, at in pinned.items() if at is op) for op in pinned.values()}
+    total = most = sum(joint.storages[s] for s in live) + sum(going.values())
     for step, op in enumerate(ops):
         if nodes and (sum_of := written_over(joint, op)) in live and used[sum_of] == step:
             live.remove(sum_of)
@@ -201,6 +202,7 @@ def live_bytes(
                 live.add(storage)
                 total += joint.storages[storage]
         most = max(most, total + workspace(joint, op), total + sum(beside.get(v, 0) for v in op.outputs))
+        total -= going.get(id(op), 0)
         for storage in ending.get(step, ()):
             if storage in live:
                 live.remove(storage)
@@ -216,8 +218,6 @@ def held_until(joint: Joint, ops: Sequence[Op], *, nodes: bool) -> dict[int, int
         return _held_by_locals(joint)
     if not nodes:
         return {}
-    if joint.opaque and ops[0] is joint.ops[0]:
-        return held_throughout(joint)
     places = {id(op): step for step, op in enumerate(ops)}
     return {
         s: len(ops) if at == len(joint.ops) else places[id(joint.ops[at])]

@@ -141,10 +141,9 @@ class WholeStep:
             if key not in made:
                 measure = self.measure(at, model)
                 stage = graph.solved.made(("stage", model, *options.values()), measure.stage)
-                whole = self.ran or graph.joint.opaque
                 made[key] = replace(
                     stage,
-                    choices=(*more(measure), *(stage.choices[:1] if whole else stage.choices)),
+                    choices=(*more(measure), *(stage.choices[:1] if self.ran else stage.choices)),
                     gradients=stage.gradients // self.shards,
                 )
             stage = made[key]
@@ -182,16 +181,11 @@ class WholeStep:
         found: set[tuple[int, int]] = set()
         for at, (graph, choice, hole) in enumerate(zip(self.graphs, chosen, self.outside.holes, strict=True)):
             plain = not choice.saved and not choice.cost
-            saved = {graph.joint.values[v].storage for v in graph.joint.saved} if plain else set[int]()
-            if not plain:
-                # Who keeps a part keeps all of the memory that it lies in.
-                saved = graph.memory_of(choice.saved)
+            # Who keeps a part keeps all of the memory that it lies in.
+            saved = graph.joint.held_by_nodes if plain else graph.memory_of(choice.saved)
             for k, v in enumerate(hole.operands):
                 if graph.joint.values[k].storage in saved:
                     found.add((at, self.outside.values[v].storage))
-            if not plain and graph.joint.opaque:
-                # Python that runs again as a whole makes its results again.
-                continue
             for inside, v in zip(_made(graph.joint), hole.made, strict=False):
                 if graph.joint.values[inside].storage in saved:
                     found.add((at, self.outside.values[v].storage))
@@ -357,7 +351,7 @@ def _kept_results(outside: Joint, regions: Sequence[Joint]) -> set[int]:
     """The storages of results that their own region may keep as well, or that outlive the step."""
     found: set[int] = set()
     for joint, hole in zip(regions, outside.holes, strict=True):
-        read = {joint.values[v].storage for v in joint.saved} | {*joint.stored}
+        read = {*joint.held_by_nodes, *joint.stored}
         # Who keeps the value that a result is a part of keeps its memory.
         made = [joint.values[v] for v in joint.made]
         read |= {value.storage for value in made if value.bytes < joint.storages[value.storage]}

@@ -410,6 +410,18 @@ class Scaling(Memory):
         return torch.ops.aten._foreach_mul.Scalar([y, self.lin(y).sin()], 0.5)[1]
 
 
+class Stepping(Memory):
+    """Nodes of such ops inside of a transform: what they hold is there whatever a region keeps."""
+
+    def forward(self, x):
+        def inner(w):
+            wide = x[0] @ w
+            y, z = torch.ops.aten._foreach_mul.List([wide, wide.sin()], [wide, x[0]])
+            return (torch.tanh(y) * z - x[0]).square().sum()
+
+        return x + self.lin(x) @ (self.w - 0.1 * torch.func.grad(inner)(self.w))
+
+
 class Titan(Memory):
     """A gradient inside, and the memory that it has changed as a state."""
 
@@ -692,6 +704,7 @@ KINDS = {
     "read later": (lambda: Row(Late), 0.001),
     "memories": (lambda: Row(Memory), 0.002),
     "nodes without hooks": (lambda: Row(Scaling), 0.001),
+    "nodes inside without hooks": (lambda: Row(Stepping), 0.001),
     "old constants": (lambda: Row(OldConstant), 0.001),
     "slices": (Slices, 0.001),
     "called": (Called, 0.001),

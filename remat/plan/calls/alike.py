@@ -147,7 +147,7 @@ def _only_in(every: Joint, some: Joint) -> int:
     """Bytes that the one graph keeps for its backward, and the other, of the same forward, does not."""
     made, kept = {every.values[v].storage for v in every.made}, []
     for joint in (every, some):
-        kept.append({s for v in joint.saved if joint.owner[s := joint.values[v].storage] >= 0})
+        kept.append({s for s in joint.held_by_nodes if joint.owner[s] >= 0})
     return sum(every.storages[s] for s in kept[0] - kept[1] - made)
 
 

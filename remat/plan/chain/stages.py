@@ -109,7 +109,7 @@ class Measure:
     def _plain(self) -> Profile:
         """What autograd takes without a region."""
         graph, joint = self.graph, self.graph.joint
-        kept = {s for v in joint.saved if joint.owner[s := joint.values[v].storage] >= 0} - graph.elsewhere
+        kept = {s for s in joint.held_by_nodes if joint.owner[s] >= 0} - graph.elsewhere
         every = frozenset(range(len(graph.ops)))
         return simulated(graph, kept, every, frozenset(), graph.kept_by_default, **self.options)
 

@@ -79,7 +79,7 @@ class Graph:
         ops = tuple(
             (op.name, repr((op.args, op.kwargs)), op.reads, op.outputs, op.forward) for op in joint.ops
         )
-        ends = joint.saved, joint.shapes, joint.gradients, joint.differentiated, joint.decides
+        ends = joint.saved, joint.pinned, joint.shapes, joint.gradients, joint.differentiated, joint.decides
         return ops, joint.values, joint.storages, *ends
 
     def check_differentiated(self, name: str) -> None:
@@ -156,8 +156,7 @@ class Graph:
         """Bytes that eager autograd keeps without any remat: whole storages, parameters free."""
         joint = self.joint
         storages: dict[int, int] = {}
-        for number in joint.saved:
-            storage = joint.values[number].storage
+        for storage in joint.held_by_nodes:
             first = joint.values[joint.family[storage][0]]
             if storage in self.elsewhere:
                 continue

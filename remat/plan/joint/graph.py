@@ -344,34 +344,32 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...]) -> Joint:
     """What was recorded, as plain data."""
     storages, alive = len(recorder.storages), len(recorder.ops)
     held, ends = (recorder.lives.ends(storages, late=late, alive=alive) for late in (False, True))
-    pinned = _pinned(recorder, results, held) if recorder.late else {}
     return Joint(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
         storages=tuple(recorder.storages),
-        saved=(*recorder.saved, *pinned.values()),
+        saved=tuple(recorder.saved),
         results=results,
         made=recorder.made,
         shapes=recorder.shapes,
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
         holes=holes_of(recorder),
-        opaque=bool(pinned),
+        pinned=_pinned(recorder, results, held) if recorder.late else (),
         held=held,
-        ends=tuple([max(end, held[s]) if s in pinned else end for s, end in enumerate(ends)]),
+        ends=ends,
     )
 
 
-def _pinned(recorder: JointRecorder, results: tuple[int, ...], held: tuple[int, ...]) -> dict[int, int]:
-    """The memories that nodes which take no hooks hold until they have run, each with its first value."""
-    known = {recorder.values[v].storage for v in (*recorder.saved, *results)}
+def _pinned(
+    recorder: JointRecorder, results: tuple[int, ...], held: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    """The memories that nodes which take no hooks hold until they have run."""
     first = next((at for at, op in enumerate(recorder.ops) if not op.forward), len(recorder.ops))
-    found: dict[int, int] = {}
-    for number, value in enumerate(recorder.values):
-        s = value.storage
-        if 0 <= value.producer < first <= held[s] < len(recorder.ops) and s not in known:
-            found.setdefault(s, number)
-    return found
+    made = {v.storage for v in recorder.values if 0 <= v.producer < first}
+    made -= {v.storage for v in recorder.values if v.producer < 0}
+    made -= {recorder.values[v].storage for v in results}
+    return tuple([(s, held[s]) for s in sorted(made) if first <= held[s] < len(recorder.ops)])
 
 
 def _trace(

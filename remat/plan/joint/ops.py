@@ -135,9 +135,8 @@ class Joint:
         storages: bytes of each storage.
         saved: values that autograd packed for the backward, in order, without repetition.
         results: the function's tensor outputs.
-        opaque: whether nodes of transforms of torch.func inside hold values that take no hooks once they are
-            there.
-            The function is then taken to run again as a whole, with its graph.
+        pinned: storages that nodes of transforms of torch.func inside hold, which take no hooks, each with
+            the last op while one does. They are there whatever a region keeps.
         made: those that it has made, each once, and what else outlives it, such as a module's attribute.
         shapes: those of `saved` of which nodes read the shape alone, so that an engine in eager code keeps
             nothing for them.
@@ -162,7 +161,7 @@ class Joint:
     gradients: tuple[int, ...] = ()
     differentiated: tuple[int, ...] = ()
     holes: tuple[Hole, ...] = ()
-    opaque: bool = False
+    pinned: tuple[tuple[int, int], ...] = ()
     made: tuple[int, ...] = ()
     shapes: frozenset[int] = frozenset()
     held: tuple[int, ...] = field(default=(), compare=False)
@@ -192,6 +191,11 @@ class Joint:
         end, known = len(self.ops), {self.values[v].storage for v in (*self.results, *self.gradients)}
         forward = {s for s, owner in enumerate(self.owner) if owner >= 0 and self.ops[owner].forward}
         return tuple([s for s, at in enumerate(self.held) if at >= end and s in forward - known])
+
+    @functools.cached_property
+    def held_by_nodes(self) -> frozenset[int]:
+        """The storages that autograd keeps without a region."""
+        return frozenset([*[self.values[v].storage for v in self.saved], *dict(self.pinned)])
 
     @functools.cached_property
     def decisions(self) -> frozenset[int]:

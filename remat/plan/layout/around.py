@@ -53,9 +53,8 @@ class Around:
         forward = [op for place in places for op in self.parts[0][place]]
         backward = [op for place in reversed(places) for op in self.parts[1][place]]
         made = {joint.values[o].storage for op in forward for o in op.outputs}
-        saved = {joint.values[v].storage for v in joint.saved}
         # Whoever called the model holds its results until the backward.
-        saved |= {joint.values[v].storage for v in joint.results}
+        saved = joint.held_by_nodes | {joint.values[v].storage for v in joint.results}
         kept = {s for s in made & saved if joint.owner[s] >= 0}
         tangents = (
             {v.storage for v in joint.values if v.origin == "tangent"} if stop == self.count else set[int]()
