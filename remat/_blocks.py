@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from remat._core import fits, starred
+from remat._core import described, fits, starred
 from remat.transforms import RematError
 
 Layers = (
@@ -43,7 +43,7 @@ class Asked:
     """A description as a test of modules; a generator is read once."""
 
     def __init__(self, layers: Layers, who: str) -> None:
-        shown = repr(layers) if not isinstance(layers, torch.nn.Module) else f"{type(layers).__name__}(...)"
+        shown = repr(layers) if isinstance(layers, (str, type, tuple, list)) else described(layers)
         self.who = f"{who}(layers={shown})"
         self._rule: Callable[[str, torch.nn.Module], Any] | None = None
         self._modules: dict[int, torch.nn.Module] = {}
@@ -72,7 +72,7 @@ class Asked:
 
     def _wrong(self, part: Any) -> LayerError:
         return LayerError(
-            f"{self.who} got {part!r} of type {type(part).__name__}. Write a pattern for qualified names as "
+            f"{self.who} got {described(part)}. Write a pattern for qualified names as "
             'layers="layers.*", a class of modules, a module, several of these, or a function of name and '
             "module."
         )
@@ -195,8 +195,8 @@ def no_blocks(model: torch.nn.Module) -> LayerError:
     has = f"it has several {', '.join(several[:_SHOWN])}" if several else "it has no class of modules twice"
     return LayerError(
         f"remat.fit found no blocks in {type(model).__name__}: a block is a module with other modules "
-        f"inside, of a class that there are several of; {has}. Write layers=BlockClass, or a pattern as "
-        'layers="*.stages.*".'
+        f"inside, or several matrices, of a class that there are several of; {has}. Write "
+        'layers=BlockClass, or a pattern as layers="*.stages.*".'
     )
 
 
@@ -249,8 +249,9 @@ def _called(named: dict[str, torch.nn.Module]) -> Iterator[tuple[str, torch.nn.M
 
 
 def _is_block(module: torch.nn.Module) -> bool:
-    """Whether a module is of several modules, with parameters."""
-    return any(True for _ in module.parameters()) and any(True for _ in module.children())
+    """Whether a module is of several modules, with parameters, or has several matrices, as an LSTM does."""
+    own = sum(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+    return own > 1 or (any(True for _ in module.parameters()) and any(True for _ in module.children()))
 
 
 def largest_class(model: torch.nn.Module) -> list[str]:

@@ -23,10 +23,10 @@ def described(value: Any) -> str:
     if isinstance(value, _FUNCTIONS):
         return f"the function {value.__name__}"
     kind = type(value).__name__
-    article = "an" if kind[0] in "AEIOU" else "a"
+    article = "an" if kind[0] in "AEIOUaeiou" else "a"
     if isinstance(value, (torch.Tensor, torch.nn.Module)):
         return f"{article} {kind}"
     text = repr(value)
-    if len(text) > 80 or " object at 0x" in text:
+    if len(text) > 80 or " at 0x" in text:
         return f"{article} {kind}"
     return text if value is None else f"{text} of type {kind}"

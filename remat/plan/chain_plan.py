@@ -188,7 +188,8 @@ class Task:
     def _once(self, what: str, graph: Graph, last: bool, of: Callable[[Measure], Any]) -> Any:
         key = what, last, graph.signature
         if key not in self.measured:
-            self.measured[key] = of(Measure(graph, self.model, last=last, **self.options))
+            lent = range(len(graph.joint.results)) if last else ()
+            self.measured[key] = of(Measure(graph, self.model, lent=lent, **self.options))
         return self.measured[key]
 
     def plan(self, parts: tuple[Part, ...], seconds: float) -> ChainPlan:

@@ -10,9 +10,9 @@ counts. Other workspaces and allocator rounding do not, nor what lives before th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -48,7 +48,7 @@ class Profile:
     gradients: int
 
 
-def profile(graph: Graph, solution: Solution, **options: bool) -> Profile:
+def profile(graph: Graph, solution: Solution, **options: Any) -> Profile:
     """Simulate one region that keeps `solution.saved` (as `Graph.problem` numbers it).
 
     Args:
@@ -67,7 +67,7 @@ def simulated(
     replayed: Set[int],
     size: int,
     *,
-    last: bool = False,
+    lent: Collection[int] = (),
     compiled: bool = False,
     accumulating: bool = False,
     anew: bool = False,
@@ -76,7 +76,7 @@ def simulated(
     """Simulate a forward after which these storages are kept, with inputs `size` bytes, and its backward.
 
     Args:
-        last: of the last stage of a chain the result's gradient is not counted: it lives before.
+        lent: which gradients of its results are not counted: they live before, and longer.
         compiled: the backward is a compiled one, where what runs again does so right before its first reader.
         accumulating: parameters' gradients are added to buffers that live before, and go at once.
         anew: so they are, but the buffers are gradients of one other call: see `summed_anew`.
@@ -84,19 +84,20 @@ def simulated(
     """
     joint, order = graph.joint, backward_order(graph, saved, replayed, compiled)
     results = {joint.values[v].storage for v in joint.results}
-    tangents = set() if last else {v.storage for v in joint.values if v.origin == "tangent"}
+    begun = [v.storage for v in joint.values if v.origin == "tangent"]
+    tangents = {*begun} - {s for at, s in enumerate(begun) if at in lent}
     ended, left = {joint.values[v].storage for v in joint.gradients}, gradients_left(joint)
     if accumulating:
         ended, left = ended - left, set()
     read = joint.held_by_nodes
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
     forever = ended | kept if stays else ended
-    begun = kept | tangents | (_allocated(graph, saved) & graph.returned & read)
+    start = kept | tangents | (_allocated(graph, saved) & graph.returned & read)
     sums = summed_anew(joint) if anew else {}
     # What runs again is another tensor.
     pinned = {s: joint.ops[at] for s, at in joint.pinned if s not in kept and not compiled}
     options = {"nodes": not compiled, "beside": sums, "pinned": pinned}
-    backward = live_bytes(joint, order, start=begun, forever=forever, **options)
+    backward = live_bytes(joint, order, start=start, forever=forever, **options)
     inputs = size - sum(joint.storages[s] for s in kept)
     size += sum(joint.storages[s] for s in pinned)
     return Profile(size, forward + inputs, backward + inputs, sum(joint.storages[s] for s in left))

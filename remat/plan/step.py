@@ -120,20 +120,20 @@ class WholeStep:
         """What plans of region `at` take."""
         return Measure(self.graphs[at], model, **self._options(at))
 
-    def _options(self, at: int) -> dict[str, bool]:
+    def _options(self, at: int) -> dict[str, Any]:
         """How a region differs from others with its graph."""
         hole, (before, after) = self.outside.holes[at], self.turns[at]
-        beyond = [self._live.beyond(hole, v) for v in hole.cotangents]
+        beyond = [k for k, v in enumerate(hole.cotangents) if self._live.beyond(hole, v)]
         return {
             "accumulating": before > 0 or (self.accumulating and not after),
             "anew": before == 1,
             # A residual connection holds the gradient of the result as well: it counts outside.
-            "last": bool(beyond) and all(beyond) and at not in self.beside,
+            "lent": () if at in self.beside else tuple(beyond),
         }
 
     def stages(self, model: CostModel, more: Callable[[Measure], Sequence[Choice]]) -> list[Stage]:
         """The regions in numbers, with what is outside of each; `more` gives further choices of a kind."""
-        made: dict[tuple[int, tuple[bool, ...]], Stage] = {}
+        made: dict[Any, Stage] = {}
         found: list[Stage] = []
         for at, graph in enumerate(self.graphs):
             options = self._options(at)
@@ -569,18 +569,14 @@ class _Outside:
 
     def beyond(self, hole: Hole, cotangent: int) -> bool:
         """Whether others hold the gradient of a region's result until after its backward."""
-        until = self.until.get(self.joint.values[cotangent].storage, -1)
+        s = self.joint.values[cotangent].storage
         ops, end = self.joint.ops, hole.backward
         # What stands for its backward makes the gradients of its operands, and then lets go of this one.
         while end < len(ops) and ops[end].target in _STANDS and ops[end].node == ops[hole.backward].node:
             end += 1
-        return until >= max(end, hole.backward)
-
-    def _own(self, hole: Hole) -> tuple[int, ...]:
-        """The gradients of results that a region counts."""
-        if all(self.beyond(hole, v) for v in hole.cotangents):
-            return ()
-        return hole.cotangents
+        # Regions whose backwards come later may begin with it.
+        begun = (self.joint.values[v].storage for h in self.holes if h.backward >= end for v in h.cotangents)
+        return self.until.get(s, -1) >= max(end, hole.backward) or (end > hole.backward and s in begun)
 
     def place(self, at: int) -> Beside:
         """What lives outside of region number `at`."""
@@ -589,9 +585,10 @@ class _Outside:
         earlier = max(
             [h.backward for h in self.holes[at + 1 :] if h.backward <= hole.backward] or [self.forward]
         )
+        own = tuple([v for v in hole.cotangents if not self.beyond(hole, v)])
         return Beside(
             forward=self.at(hole.forward, ()),
-            backward=self.at(hole.backward, self._own(hole), self.returned[at]) if hole.backward >= 0 else 0,
+            backward=self.at(hole.backward, own, self.returned[at]) if hole.backward >= 0 else 0,
             after=self._most(hole.forward, following),
             before=self._most(max(earlier, self.forward), hole.backward),
         )

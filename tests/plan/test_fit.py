@@ -234,6 +234,16 @@ def test_the_blocks_of_a_model_of_lists():
     ]
 
 
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRUCell, torch.nn.RNN])
+def test_a_module_of_several_matrices_is_a_block(kind):
+    """It has no modules inside. One matrix, and numbers for each channel, are no block."""
+    model = torch.nn.Module()
+    model.cells = torch.nn.ModuleList(kind(8, 8) for _ in range(2))
+    model.heads = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+    model.norms = torch.nn.ModuleList(torch.nn.LayerNorm(8) for _ in range(2))
+    assert list(listed(model)) == [["cells.0", "cells.1"]]
+
+
 # -- budgets, functions and stages ------------------------------------------------------------------------
 
 

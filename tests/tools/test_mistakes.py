@@ -154,6 +154,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "remove from a function": (lambda: library.nn.remove(f), "the function f", "a module"),
     "regions of a function": (lambda: library.nn.regions(f), "the function f", "a module"),
     "no layer": (lambda: library.nn.apply(MODEL), "no submodule", r"'\*'"),
+    "layers that are used up": (
+        lambda: library.fit(MODEL, X, peak="1GiB", layers=(x for x in ())), r"layers=a generator\)", r"'\*'"
+    ),
+    "layers by a rule": (
+        lambda: library.fit(MODEL, X, peak="1GiB", layers=lambda name, module: False), "the function", r"'\*'"
+    ),
     "every=0": (lambda: library.nn.apply(MODEL, every=0), "every=0", "every=2"),
     "residuals of a result": (
         lambda: library.saved_residuals(f(X)), "got a Tensor", r"saved_residuals\(fn, x\)"
@@ -174,7 +180,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
         'optimizer="adamw"',
     ),
     "fit without blocks": (
-        lambda: library.fit(MODEL, X, peak=300), "a block is a module with other modules inside", "layers="
+        lambda: library.fit(MODEL, X, peak=300), "with other modules inside, or several matrices", "layers="
     ),
     "fit a function": (lambda: library.fit(f, X, peak="1GiB"), "no region to plan", "checkpoint_policy"),
     "fit without a limit": (lambda: library.fit(MODEL, X), "takes peak", 'peak="20GiB"'),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from remat.plan.graph import CostModel, Graph
 from remat.plan.peak import Profile, fresh, profile, simulated
@@ -68,7 +69,7 @@ class Stage:
 class Measure:
     """What the plans of one graph take, by these prices; `options` are those of `peak.simulated`."""
 
-    def __init__(self, graph: Graph, model: CostModel, **options: bool) -> None:
+    def __init__(self, graph: Graph, model: CostModel, **options: Any) -> None:
         self.graph, self.options = graph, options
         self.problem = graph.problem(model)
 

@@ -25,7 +25,7 @@ class Graph:
 
     - Views cannot be saved: their base is, and they are taken again at no cost.
     - What an op writes in place cannot be saved either: the value before the first write can, and the writes
-      are repeated on a copy of it.
+      are repeated on a copy of it. What else such an op makes can be, but no memory that nobody has filled.
     - A decision must not run again (see `transforms/ops.py`).
     - A cast that autocast may have in its cache is nobody's to keep either.
     - A draw that runs again needs all draws before it, so that the generator is where it was. The draws are
@@ -137,9 +137,10 @@ class Graph:
 
     def _size(self, position: int) -> float:
         op, joint = self.ops[position], self.joint
-        if op.mutates or op.optional or is_view(joint, op):
-            return INF
         fresh = {s for o in op.outputs if joint.owner[s := joint.values[o].storage] == position}
+        unfilled = op.optional or traits(op.target).uninitialized
+        if unfilled or is_view(joint, op) or (op.mutates and not fresh):
+            return INF
         return float(sum(joint.storages[s] for s in fresh - self.free))
 
     @cached_property
