@@ -160,7 +160,7 @@ class Way:
         self._options = limit, model, ready, budget
         self.modules = {name: source.model.get_submodule(name) for name in names}
         # Regions of the user's come back whatever happens.
-        with nullcontext() if step else _regions(list(self.modules.values())):
+        with nullcontext() if step else _regions(list(self.modules.values())), _uncompiled():
             self.step = step or source.planned()
         _check_differentiated(source.model, self.step)
         self.portfolio = Portfolio(self.step, model, ready)
@@ -250,6 +250,11 @@ class Way:
         if not calls:
             return save_nothing
         return made[owners[min(calls, key=lambda at: chosen.choices[at].kept)]]
+
+
+def _uncompiled() -> Any:
+    """Compiled modules run as they are written: a plan is of ops."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def as_region(module: torch.nn.Module) -> None:

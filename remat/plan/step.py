@@ -256,7 +256,7 @@ def step_of(
     with planned_for(device):
         outside = regions.around(fn, args, keywords)
         traced = regions.traced
-        if regions.narrowed(outside.holes):
+        if regions.narrowed(outside):
             # Results that nobody differentiates have no backward: another record begins with the others.
             outside = regions.around(fn, args, keywords)
     return _whole(regions.found, outside, traced, accumulating, shards)

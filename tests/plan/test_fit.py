@@ -244,6 +244,24 @@ def test_a_module_of_several_matrices_is_a_block(kind):
     assert list(listed(model)) == [["cells.0", "cells.1"]]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("compiled", ["whole", "in place", "blocks"])
+def test_a_compiled_model_is_planned_as_it_is_written(compiled):
+    model, tokens = example()
+    expected, held = gradients(model, tokens), held_by(model, (tokens,), None).bytes
+    model.zero_grad(set_to_none=True)
+    fitted: torch.nn.Module = model
+    if compiled == "whole":
+        fitted = torch.compile(model, backend="aot_eager")  # pyright: ignore[reportAssignmentType]
+    for module in {"whole": [], "in place": [model], "blocks": model.layers}[compiled]:
+        module.compile(backend="aot_eager")
+    plain = remat.fit(fitted, tokens, peak="1GiB")
+    done = remat.fit(fitted, tokens, peak=int(held + 0.75 * (plain.plain_bytes - held)))
+    assert done.applied and len(nn.regions(model)) == len(done.applied)
+    torch.testing.assert_close(gradients(fitted, tokens), expected)
+
+
 # -- budgets, functions and stages ------------------------------------------------------------------------
 
 

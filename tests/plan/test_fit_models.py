@@ -472,6 +472,20 @@ class Dropped(FeedForward):
         return x + F.dropout(self.net(F.dropout(x, 0.2)), 0.1)
 
 
+class Lasting(nn.Module):
+    """Gradients come to an LSTM's turned results as they lie behind them: its kernel copies these."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnns = nn.ModuleList(nn.LSTM(32, 32, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, x):
+        for rnn in self.rnns:
+            x = x + rnn(x)[0]
+        return self.head(x).square().mean()
+
+
 class Titan(Memory):
     """A gradient inside, and the memory that it has changed as a state."""
 
@@ -758,6 +772,7 @@ KINDS = {
     "skips": (lambda: Skips(Gated, 4), 0.001),
     "normalized": (lambda: Row(Residual, 4), 0.001),
     "dropped": (lambda: Row(Dropped), 0.001),
+    "gradients that lie otherwise": (Lasting, 0.001),
     "old constants": (lambda: Row(OldConstant), 0.001),
     "slices": (Slices, 0.001),
     "called": (Called, 0.001),

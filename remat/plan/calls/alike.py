@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from remat._overrides import standing_for
 from remat.plan.calls.cache import graph_of
 from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph
-from remat.plan.joint import Hole, Joint, Shell, left_out, record, shell_of, tensors_given
+from remat.plan.joint import Joint, Shell, left_out, record, shell_of, tensors_given
 from remat.policies import Policy
 from remat.transforms.compat import in_transform
 
@@ -45,12 +45,12 @@ class Regions:
     Attributes:
         found: in the order of the calls.
         present: for each the places of results that gradients come back for, and of those that go before
-            the backward, once that is known.
+            the backward, and how these gradients lie, once that is known.
     """
 
     wanted: Callable[[Policy], bool]
     found: list[Met] = field(default_factory=list)
-    present: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = field(default_factory=list)
+    present: list[tuple[Any, ...] | None] = field(default_factory=list)
     _graphs: dict[int, Graph] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -93,15 +93,16 @@ class Regions:
         """How many run a graph of their own: the others are like one of those."""
         return len(self._graphs)
 
-    def narrowed(self, holes: Sequence[Hole]) -> bool:
-        """Learn which results gradients come back for; whether the regions are to be met again with that."""
+    def narrowed(self, outside: Joint) -> bool:
+        """Learn which gradients come back, and how they lie; whether to meet the regions again with that."""
         if self.present:
             return False
-        for met, hole in zip(self.found, holes, strict=False):
+        for met, hole in zip(self.found, outside.holes, strict=False):
             # A record of its own begins with the results in trees: not with those in objects and functions.
-            begun = sum(value.origin == "tangent" for value in met.graph.joint.values)
-            others = begun != len(hole.present) or not set(met.graded).issubset(hole.present)
-            ends = hole.present, hole.gone
+            begun = [value.stride for value in met.graph.joint.values if value.origin == "tangent"]
+            lie = [outside.values[v].stride for v in hole.cotangents]
+            others = begun != lie or not set(met.graded).issubset(hole.present)
+            ends = hole.present, hole.gone, tuple(lie)
             self.present.append(ends if others and hole.backward >= 0 else None)
         return any(ends is not None for ends in self.present)
 
@@ -127,7 +128,7 @@ class Regions:
 
 
 def _from(
-    ends: tuple[tuple[int, ...], tuple[int, ...]],
+    ends: tuple[Any, ...],
     graph: Graph,
     fn: Callable[..., Any],
     args: Any,
@@ -136,7 +137,7 @@ def _from(
     """The graph of the same call whose backward begins with some of its results, others being gone."""
 
     def made() -> Graph:
-        options: dict[str, Any] = {"present": ends[0], "gone": ends[1]}
+        options: dict[str, Any] = {"present": ends[0], "gone": ends[1], "lie": ends[2]}
         joint = looked(lambda *_: record(fn, args, kwargs, **options), fn, args, kwargs)
         return Graph(joint, graph.alone, every=graph if ends[1] else None)
 

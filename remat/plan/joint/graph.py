@@ -297,6 +297,7 @@ def record(
     backward: bool = True,
     present: Collection[int] | None = None,
     gone: Collection[int] = (),
+    lie: Sequence[tuple[int, ...]] | None = None,
 ) -> Joint:
     """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
 
@@ -306,9 +307,9 @@ def record(
     `held`: which leaves of the arguments somebody else holds; what Dynamo has traced says so itself.
     Without `backward` the graph ends with the forward. `present`: the places in `Joint.made` of the results
     that a gradient comes for; None where one comes for all. `gone`: of those that the caller lets go of
-    before the backward, with all that leads to them alone. What meanwhile calls `left_out` is a hole in it.
-    Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts has its turn in the
-    run proper.
+    before the backward, with all that leads to them alone. `lie`: the strides of these gradients. What
+    meanwhile calls `left_out` is a hole in it. Nobody collects named values meanwhile, and
+    `is_recomputing()` is true: what counts has its turn in the run proper.
 
     Raises:
         NotOnFakes: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
@@ -329,7 +330,13 @@ def record(
             run = (
                 _run_functional
                 if functional
-                else functools.partial(differentiated, backward=backward, present=present, gone=gone)
+                else functools.partial(
+                    differentiated,
+                    backward=backward,
+                    present=present,
+                    gone=gone,
+                    cotangents=functools.partial(_gradients, lie=lie),
+                )
             )
             held = getattr(fn, "held", held)
             results = _trace(fn, args, kwargs or {}, recorder, run, held)
@@ -425,7 +432,7 @@ def differentiated(
     recorder: JointRecorder,
     inputs: list[torch.Tensor],
     backward: bool,
-    cotangents: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
+    cotangents: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
     present: Collection[int] | None = None,
     gone: Collection[int] = (),
 ) -> tuple[int, ...]:
@@ -451,7 +458,7 @@ def differentiated(
     wanted = [t for t in leaves.values() if t.requires_grad and t.is_leaf]
     if active and wanted:
         # No op of this graph makes them.
-        tangents = untracked(cotangents or _empty_like, active)
+        tangents = untracked(cotangents, active)
         for tangent in tangents:
             recorder.add(tangent, "tangent")
         found = torch.autograd.grad(active, _edges(wanted), tangents, allow_unused=True)
@@ -485,8 +492,12 @@ def _read_for_shape(recorder: JointRecorder, results: list[torch.Tensor]) -> fro
     return frozenset(found - {n for at, (_, n) in enumerate(recorder.owners) if at not in places})
 
 
-def _empty_like(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.empty_like(t) for t in results]
+def _gradients(results: Sequence[torch.Tensor], lie: Any = None) -> list[torch.Tensor]:
+    """Gradients of results, without data: they lie as they are known to, or as the results do."""
+    if lie is None or len(lie) != len(results) or any(map(wraps, results)):
+        return [torch.empty_like(t) for t in results]
+    pairs = zip(results, lie, strict=True)
+    return [torch.empty_strided(t.shape, s, dtype=t.dtype, device=t.device) for t, s in pairs]
 
 
 def _run_functional(

@@ -29,11 +29,12 @@ class Exact:
 
 @contextlib.contextmanager
 def _stray_output() -> Iterator[None]:
-    """HiGHS (in SciPy 1.17) prints a debug line to the process's stdout now and then: let it go to stderr."""
+    """HiGHS (in SciPy 1.17) prints a debug line to the process's stdout now and then."""
     sys.stdout.flush()
     try:
-        kept = os.dup(1)
-        os.dup2(2, 1)
+        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
     except OSError:
         # No such streams (a windowed or closed process): nothing to protect.
         yield
