@@ -85,7 +85,13 @@ def run(name: str, args: list[str]) -> Any:
     if program:
         command.program = program
     try:
-        return command()
+        done = command()
+        print(end="", flush=True)
+        return done
+    except BrokenPipeError:
+        # Whoever reads has seen enough, such as `| head`; nothing is left to be written when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (UsageError, RematError) as error:
         print(f"remat {name}: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,8 @@
 """What planners are given that cannot be planned, or only just: told in words, or simply right."""
 
 import contextlib
+import io
+import logging
 
 import pytest
 import torch
@@ -24,6 +26,23 @@ def network():
 
 def leaf(rows=4):
     return torch.randn(rows, 8, requires_grad=True)
+
+
+def test_what_fails_under_nested_budgets_is_not_logged_at_each_depth():
+    region = lambda x: torch.tanh(x @ x[:3])  # noqa: E731
+    for _ in range(3):
+        region = remat((lambda inner: lambda x: inner(inner(x)).sin())(region), policy=BUDGET)
+    log, said = logging.getLogger("torch._subclasses.fake_tensor"), io.StringIO()
+    handler = logging.StreamHandler(said)
+    log.addHandler(handler)
+    try:
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            region(leaf(8))
+        with pytest.raises(RematError, match="same reduction dim"):
+            fit(lambda x: region(x).sum(), leaf(8), budget=0.5)
+    finally:
+        log.removeHandler(handler)
+    assert not said.getvalue() and not log.disabled
 
 
 PLANNERS = {

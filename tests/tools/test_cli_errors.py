@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -33,6 +35,16 @@ def wrong(x):
 
 def factory():
     return torch.nn.Linear(8, 8)
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    line = [sys.executable, "-m", "remat", "env"]
+    done = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert done.returncode == 1 and not done.stderr
 
 
 @pytest.mark.parametrize(

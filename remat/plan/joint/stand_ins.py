@@ -8,6 +8,7 @@ arguments taken for fakes, wherever the function read them from.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -115,7 +116,12 @@ class NotOnFakes(RematError):
 
 @contextlib.contextmanager
 def refused(fn: Callable[..., Any], last: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Say in the user's words what does not run on fakes; `last` tells the op met last and its line."""
+    """Say in the user's words what does not run on fakes; `last` tells the op met last and its line.
+
+    Torch logs a traceback of each such op, at every depth of budgets in budgets.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
     try:
         yield
     except RematError:
@@ -130,6 +136,8 @@ def refused(fn: Callable[..., Any], last: Callable[[], tuple[str, str]]) -> Iter
             "on values out of the region. Give custom ops a fake kernel (torch.library.register_fake). Or "
             "use a policy without a budget."
         ) from error
+    finally:
+        log.disabled = disabled
 
 
 @contextlib.contextmanager
