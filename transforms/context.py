@@ -203,7 +203,7 @@ def run_again_whole(reason: str) -> None:
     """Have the regions around run their functions again as a whole, not their ops from the tape."""
     for mode in recordings():
         mode.start_recording()
-        mode.tape.rerun_reason = mode.tape.rerun_reason or reason
+        mode.tape.run_again_whole(reason)
 
 
 def on_wrappers(types: Any) -> bool:

@@ -96,3 +96,34 @@ def test_under_torch_func_a_function_may_differentiate_on_its_own(around):
     }
     for _ in range(2):
         same(torch.func.grad(lambda x: ways[around](x).square().sum())(x), expected)
+
+
+def replaced_before(x: Tensor, w: Tensor) -> Tensor:
+    t = x @ w
+    t.data = t.data.sin()
+    return force(x, w) * t
+
+
+def replaced_between(x: Tensor, w: Tensor) -> Tensor:
+    energy = (x @ w).sin().exp()
+    t = energy * 2
+    t.data = t.data.sin()
+    (slope,) = torch.autograd.grad((energy * t).sum(), x, create_graph=True)
+    return slope * x.cos()
+
+
+def argument_replaced_between(x: Tensor, w: Tensor) -> Tensor:
+    inner, other = x.detach().requires_grad_(), torch.zeros(3, 3, dtype=x.dtype)
+    energy = (inner @ w.detach() + other).sin().exp()
+    other.data = inner.data.cos()
+    (slope,) = torch.autograd.grad((energy * other).sum(), inner)
+    return (slope * x @ w).sin()
+
+
+@pytest.mark.parametrize("policy", [None, save_matmuls], ids=["nothing", "matmuls"])
+@pytest.mark.parametrize("fn", [replaced_before, replaced_between, argument_replaced_between])
+def test_beside_what_ops_do_not_tell(fn: Callable[..., Tensor], policy: Any) -> None:
+    def fresh(x: Tensor, w: Tensor) -> Tensor:
+        return fn(x, w).exp()
+
+    same(results(remat(fresh, policy=policy)), results(fresh))

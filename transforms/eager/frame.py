@@ -274,7 +274,7 @@ class Frame(Packer):
         recorder.pack(tensor, owner)
         if recorder.tape.sized_by_data:
             self.shapes[handle.at] = tensor.shape
-        if self.region.cache.differentiates:
+        if self.region.cache.differentiates or recorder.tape.told is not None:
             if self.early is None:
                 self.early = weakref.WeakKeyDictionary()
             # (With a history it would hold the node that holds the handle.)

@@ -311,8 +311,9 @@ def early_value(frame: Frame, at: int, recorder: Recorder) -> torch.Tensor:
 def _partly(frame: Frame, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
     """What was saved so far and may still be asked for."""
     tape = frame.tape
-    wanted = [i for i in computed(frame) if i == at or frame.is_held(i)]
-    needs = RecomputeSteps(tape, tape.sources_of(wanted), recorder.kept)
+    held = {handle.at for handle in frame.early or ()}
+    wanted = [i for i in computed(frame) if i == at or (frame.is_held(i) and i not in held)]
+    needs = RecomputeSteps(tape, tape.sources_of(wanted), recorder.kept, so_far=True)
     if needs.must_rerun:
         raise RematError(
             f"region {frame.region.name!r} runs a backward pass inside, of values that no op has made "

@@ -70,7 +70,7 @@ class KeptValues(Mode):
     def other_memory(self, tensor: Any, number: int | None) -> Any:
         """A tensor that was given the memory of a storage: who reads it finds out what it looks at."""
         if number is None or number < 0:
-            self.tape.rerun_reason = self.tape.rerun_reason or "it gives a tensor from outside other memory"
+            self.tape.run_again_whole("it gives a tensor from outside other memory")
         self.forget(tensor)
         return tensor
 

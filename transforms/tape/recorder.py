@@ -259,14 +259,12 @@ class Recorder(KeptValues):
         if facts.collective:
             node.args, node.outs = without_objects(node.args), without_objects(node.outs)
             tape.groups |= groups_in(func, args)
-            tape.rerun_reason = tape.rerun_reason or f"it calls {func}, which acts outside of this process"
+            tape.run_again_whole(f"it calls {func}, which acts outside of this process")
             tape.sharded = tape.sharded or not node.graded
         if facts.asks_grad:
-            tape.rerun_reason = (
-                tape.rerun_reason or f"it calls {func}, which computes less where nothing requires grad"
-            )
+            tape.run_again_whole(f"it calls {func}, which computes less where nothing requires grad")
         if facts.higher_order:
-            tape.rerun_reason = tape.rerun_reason or f"it calls {func}, an operator on functions"
+            tape.run_again_whole(f"it calls {func}, an operator on functions")
         node.written = tuple(map(self.root, self._written(facts, args, kwargs))) if facts.writes else ()
         if node.written:
             node.overwrites = tuple([i for root in node.written for i in self._kept_in.get(root, ())])
@@ -353,7 +351,7 @@ class Recorder(KeptValues):
             return number
         self.tape.cacheable = False
         if base[0] is not tensor.dtype or base[1] != tensor.is_conj() or tensor.is_neg():
-            self.tape.rerun_reason = self.tape.rerun_reason or "it looks at memory as another dtype, unseen"
+            self.tape.run_again_whole("it looks at memory as another dtype, unseen")
             return self._from_outside(tensor)
         there = list(tensor.shape), list(tensor.stride()), int(offset)
         template = (Ref(number), *there), {}
@@ -440,7 +438,7 @@ class Recorder(KeptValues):
             if root >= 0:
                 self._copy_kept(self._kept_in.get(root, ()))
             elif (graded := self._differentiated(root)) and self.level is not None:
-                self.tape.rerun_reason = self.tape.rerun_reason or CARRIES
+                self.tape.run_again_whole(CARRIES)
             elif graded:
                 raise RematError(self._refusal(func, tensor))
             elif facts.only_shape and -1 - root < self.tape.arguments:
@@ -504,7 +502,7 @@ class Recorder(KeptValues):
             found[root] = Freed(first, before if first else None)
             self.snapshots.pop(root, None)
         if found:
-            self.tape.rerun_reason = self.tape.rerun_reason or "memory from outside is freed or filled in it"
+            self.tape.run_again_whole("memory from outside is freed or filled in it")
         return found
 
     def _is_filled_first(self, root: int) -> bool:
@@ -522,7 +520,7 @@ class Recorder(KeptValues):
                 continue
             if self._differentiated(root):
                 raise RematError(self._refusal("a raw kernel or NumPy", tensor))
-            self.tape.rerun_reason = self.tape.rerun_reason or "raw memory from outside is written to"
+            self.tape.run_again_whole("raw memory from outside is written to")
             # The function runs again, on that memory itself: there is no scratch copy that it could find.
             self.snapshots.pop(root, None)
             found.append((tensor.detach(), before))
@@ -558,7 +556,7 @@ class Recorder(KeptValues):
         if (root := self.root(bottom)) >= 0:
             self.tape.cacheable = False
             if root not in self.tape.raw_accessed and not self._watch(root, bottom, shown=True):
-                self.tape.raw_accessed.add(root)
+                self.tape.show(root)
             return
         if (memory := memory_of(bottom)) is not None:
             self.sizes.setdefault(root, memory.nbytes())
@@ -604,7 +602,7 @@ class Recorder(KeptValues):
         if self._room < 0 or memory.nbytes() != math.prod(shape) * dtype.itemsize:
             # Ops do not tell it: whoever needs it has the function run again.
             del self.contents[root]
-            tape.raw_accessed.add(root)
+            tape.show(root)
             tape.cacheable = False
             return
         told, held = known.known is not None, untracked(memory.clone)
@@ -634,7 +632,7 @@ class Recorder(KeptValues):
         """User code is about to give `tensor` other memory."""
         number = self._numbers.of(tensor)
         if number is not None and number >= 0:
-            self.tape.raw_accessed.add(self.tape.root_of(number))
+            self.tape.show(self.tape.root_of(number))
         elif any([tensor is one for one in self.given_again]):
             self.replaced = (*self.replaced, Replaced(tensor, data_of(tensor), None, True))
         elif all(tensor is not known.tensor for known in self.replaced):

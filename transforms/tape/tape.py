@@ -156,6 +156,7 @@ class Tape:
         last_write: the last op that wrote to a memory.
         raw_accessed: memories made inside that user code has looked at itself: what lies there is unknown.
         rerun_reason: why the ops do not tell all that was computed, None where they do.
+        told: how many ops had run when they first did not tell all, None as long as they do.
         loose: forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that
             differ between the passes. Where user code runs again, its ops cannot be compared.
         scanned: a scan runs inside.
@@ -190,10 +191,21 @@ class Tape:
         self.groups: set[str] = set()
         self.bookkeeping: set[int] = set()
         self.rerun_reason: str | None = None
+        self.told: int | None = None
         self.loose = self.scanned = self.sharded = self.meta = self.sized_by_data = False
         self.writes_arguments = False
         self.cacheable = True  # whether another forward may be held against it
         self.checks: Any = None  # what that one's ops are compared by, once one was
+
+    def run_again_whole(self, reason: str) -> None:
+        """From now on the ops do not tell all that is computed: the function is to run again."""
+        self.rerun_reason = self.rerun_reason or reason
+        self.told = len(self.nodes) if self.told is None else self.told
+
+    def show(self, root: int) -> None:
+        """From now on what lies in this memory is unknown."""
+        self.raw_accessed.add(root)
+        self.told = len(self.nodes) if self.told is None else self.told
 
     def root_of(self, number: int) -> int:
         """The memory that a value lies in."""
@@ -296,17 +308,24 @@ class RecomputeSteps:
         copied: ops whose kept results the recomputation overwrites, so that it needs copies.
         outside: positions of the tensors from outside that it reads.
         must_rerun: whether user code must run, as a whole.
+
+    `so_far`: of a function that still runs, so that only ops before `Tape.told` can be told again.
     """
 
     __slots__ = ("actions", "copied", "live", "outside", "must_rerun")
 
-    def __init__(self, tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> None:
+    def __init__(
+        self, tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any], so_far: bool = False
+    ) -> None:
         nodes = tape.nodes
         self.live = live = _reach(tape, wanted, kept)
         unseen = any(live.values()) and _fills_unseen(tape, live)
         # A raw kernel may have written to memory that user code has looked at.
         raw_accessed = bool(tape.raw_accessed) and any(nodes[i].root in tape.raw_accessed for i in live)
-        self.must_rerun = tape.rerun_reason is not None or unseen or raw_accessed
+        untold = tape.rerun_reason is not None or raw_accessed
+        if so_far and tape.told is not None:
+            untold = max(live, default=-1) >= tape.told
+        self.must_rerun = untold or unseen
         if self.must_rerun:
             self.live = live = {i: not _handed_out(tape, i, kept) for i in range(len(nodes))}
         written = {root for i, runs in live.items() if runs for root in nodes[i].written}
