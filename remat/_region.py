@@ -153,7 +153,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     static = bool(options.numbers or options.names)
     keeps_everything = options.policy == save_everything and not options.sends
     label, number = region.name, register(options)
-    names = options.sends and not hasattr(fn, "names_inputs")
+    naming = options.sends and not hasattr(fn, "names_inputs")
     # Most policies are the same for every call; asking them takes longer than a small op.
     binds = needs_call(options.policy)
     compile_call = call_planned if binds else call_region
@@ -162,7 +162,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     by_call = PerCallRegion(options.region, options.policy, region) if binds and not static else None
 
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if names:
+        if naming:
             return _wrap(naming_inputs(fn, args, kwargs), replace(options, name=label))(*args, **kwargs)
         choose, stand = overrides.choose, overrides.stand
         if stand is not None and (given := stand(fn, options.policy, args, kwargs)) is not None:
@@ -183,7 +183,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     # Dynamo looks into every cell, so this one closes over strings and functions alone.
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            called = naming_inputs(fn, args, kwargs) if names else fn
+            called = naming_inputs(fn, args, kwargs) if naming else fn
             return compile_call(label, number, called, args, kwargs)
         if logger.level and wanted():
             return told(label, functools.partial(eager, args, kwargs))

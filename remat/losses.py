@@ -78,24 +78,19 @@ def linear_cross_entropy(
     loss = _Loss(reduction, ignore_index, label_smoothing, z_loss, softcap, tiles)
     loss.check()
     device = hidden.device.type
+    operands: list[Any] = [hidden, weight, bias]
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
-        hidden, weight = _cast(hidden, kind), _cast(weight, kind)
-        bias = None if bias is None else _cast(bias, kind)
+        operands = [t if t is None or t.dtype == torch.float64 else t.to(kind) for t in operands]
+    hidden, weight, bias = operands
     # In a byte an `ignore_index` of -100 would be class 156.
     rows, own = hidden.flatten(0, -2) if hidden.dim() != 1 else hidden[None], targets.flatten().long()
-    operands = [t for t in (rows, weight, bias) if t is not None]
     with torch.autocast(device, enabled=False):
-        if own.numel() and _plain(operands):
+        if own.numel() and _plain([t for t in operands if t is not None]):
             made = _Forward.apply(loss, rows, weight, bias, own)
         else:
             made = loss.tiled(rows, weight, bias, own)
     return made.view(targets.shape) if reduction == "none" else made
-
-
-def _cast(operand: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """An operand as autocast casts it: float64 stays."""
-    return operand if operand.dtype == torch.float64 else operand.to(kind)
 
 
 def _check_shapes(hidden: Any, weight: Any, targets: Any, bias: Any) -> None:
@@ -181,17 +176,13 @@ class _Loss(NamedTuple):
 
         count = targets.shape[0]
         # Logits as large as the weight: a gradient of the weight is made, and added, for every tile.
-        size = min(count, max(1, weight.shape[1])) if self.tiles is None else -(-count // self.tiles)
-        if count:
-            # Ignored rows fill the last tile: a smaller one would hold another gradient of the weight.
-            extra = -count % size
-            hidden = F.pad(hidden, (0, 0, 0, extra)) if extra else hidden
-            filled = F.pad(targets, (0, extra), value=self.ignore_index) if extra else targets
-            tiles = Tiled(each, "linear_cross_entropy", 0, -(-count // size), checked=True)
-            losses = tiles((hidden, filled), {})[:count]
-        else:
-            losses = each(hidden, targets)
-        return self.reduced(losses, targets)
+        size = max(1, min(count, weight.shape[1]) if self.tiles is None else -(-count // self.tiles))
+        # Ignored rows fill the last tile: a smaller one would hold another gradient of the weight.
+        extra = -count % size
+        hidden = F.pad(hidden, (0, 0, 0, extra)) if extra else hidden
+        filled = F.pad(targets, (0, extra), value=self.ignore_index) if extra else targets
+        tiles = Tiled(each, "linear_cross_entropy", 0, -(-count // size), checked=True)
+        return self.reduced(tiles((hidden, filled), {})[:count], targets)
 
     def reduced(self, losses: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The losses of tokens as they are returned: not a number for a mean over none, as in torch."""
@@ -214,21 +205,14 @@ class _Loss(NamedTuple):
         (count, width), classes = hidden.shape, weight.shape[0]
         size = self._rows(count, width, classes) if self.tiles is None else -(-count // self.tiles)
         losses = factors.new_empty(count)
-        room = torch.empty((size, classes), dtype=hidden.dtype, device=hidden.device)
         d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
         d_weight = torch.zeros_like(weight) if needs[1] else None
         d_bias = factors.new_zeros(classes) if needs[2] else None
-        for start in range(0, count, size):
-            stop = min(start + size, count)
-            h, factor = hidden[start:stop], factors[start:stop, None]
-            own = targets[start:stop, None]
-            own = torch.where(own == self.ignore_index, 0, own)
-            logits = room[: stop - start]
-            if bias is None:
-                torch.mm(h, weight.mT, out=logits)
-            else:
-                torch.addmm(bias, h, weight.mT, out=logits)
-            logits = logits.to(factors.dtype)
+        filled = torch.where(targets == self.ignore_index, 0, targets)
+        columns = hidden, filled[:, None], factors[:, None], losses, hidden if d_hidden is None else d_hidden
+        for h, own, factor, room, d_h in zip(*[t.split(size) for t in columns], strict=True):
+            logits = None  # those of the tile before go first
+            logits = F.linear(h, weight, bias).to(factors.dtype)
             slope = None
             if self.cap is not None:
                 logits = logits.div_(self.cap).tanh_()
@@ -242,7 +226,7 @@ class _Loss(NamedTuple):
             # The probability of the likeliest class is never too small for its logarithm.
             total = most - logits.gather(-1, at).log()
             loss += total + self.z * total.square() if self.z else total
-            losses[start:stop] = loss.squeeze(-1)
+            room.copy_(loss.squeeze(-1))
             if not any(needs):
                 continue
             logits.mul_(factor * (1 + 2 * self.z * total) if self.z else factor)
@@ -255,10 +239,9 @@ class _Loss(NamedTuple):
                 d_bias += logits.sum(0)
             logits = logits.to(hidden.dtype)
             if d_hidden is not None:
-                torch.mm(logits, weight, out=d_hidden[start:stop])
+                torch.mm(logits, weight, out=d_h)
             if d_weight is not None:
                 d_weight.addmm_(logits.mT, h)
-        d_bias = d_bias if d_bias is None or bias is None else d_bias.to(bias.dtype)
         return losses, [d_hidden, d_weight, d_bias]
 
     def _rows(self, count: int, width: int, classes: int) -> int:
@@ -275,13 +258,10 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: _Loss, hidden: Any, weight: Any, bias: Any, targets: Any) -> torch.Tensor:
-        ctx.loss, needs = loss, list(ctx.needs_input_grad[1:4])
         ctx.save_for_backward(hidden, weight, bias, targets)
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        factors = loss.counted(targets, dtype)
-        if loss.reduction == "none":
-            losses, _ = loss.by_hand(hidden, weight, bias, targets, factors, [False] * 3)
-            return loss.reduced(losses, targets)
+        needs = [False] * 3 if loss.reduction == "none" else ctx.needs_input_grad[1:4]
+        factors, ctx.loss = loss.counted(targets, dtype), loss
         losses, ctx.made = loss.by_hand(hidden, weight, bias, targets, factors, needs)
         return loss.reduced(losses, targets)
 
@@ -290,8 +270,15 @@ class _Forward(torch.autograd.Function):
         (ct,), loss = cts, ctx.loss
         *operands, targets = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:4]
-        if torch.is_grad_enabled() or in_transform() or is_batched_anyhow(ct):
-            return (None, *_differentiated(loss, operands, targets, needs, ct), None)
+        create = torch.is_grad_enabled()
+        if create or in_transform() or is_batched_anyhow(ct):
+            with torch.enable_grad():
+                # Views: one operand may be made of another, as hidden states are of tied embeddings.
+                views: list[Any] = [None if t is None else t.view_as(t) for t in operands]
+                value = loss.tiled(views[0], views[1], views[2], targets)
+                wanted = [t for t, need in zip(views, needs, strict=True) if need]
+                found = iter(torch.autograd.grad(value, wanted, ct, create_graph=create))
+            return (None, *[next(found) if need else None for need in needs], None)
         if loss.reduction == "none":
             factors = loss.counted(targets, ct.dtype) * ct
             return (
@@ -303,15 +290,3 @@ class _Forward(torch.autograd.Function):
             return (None, *[g if g is None else g * ct.to(g.dtype) for g in ctx.made], None)
         made, ctx.made = ctx.made, None
         return (None, *[g if g is None else g.mul_(ct.to(g.dtype)) for g in made], None)
-
-
-def _differentiated(loss: _Loss, operands: Any, targets: Any, needs: Any, ct: torch.Tensor) -> list[Any]:
-    """Gradients that can be differentiated."""
-    create = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views: one operand may be made of another, as hidden states are of tied embeddings.
-        views: list[Any] = [None if t is None else t.view_as(t) for t in operands]
-        value = loss.tiled(views[0], views[1], views[2], targets)
-        wanted = [t for t, need in zip(views, needs, strict=True) if need]
-        found = iter(torch.autograd.grad(value, wanted, ct, create_graph=create))
-    return [next(found) if need else None for need in needs]

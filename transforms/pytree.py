@@ -77,10 +77,10 @@ def tree_leaves(tree: Any) -> list[Any]:
     return flatten(tree)[0]
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with `function` of every leaf."""
+def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """The tree with `function` of every leaf, and of those that others of this structure have there."""
     leaves, spec = flatten(tree)
-    return unflatten([function(leaf) for leaf in leaves], spec)
+    return unflatten(map(function, leaves, *[flatten(other)[0] for other in others]), spec)
 
 
 def map_only(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:

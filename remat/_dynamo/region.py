@@ -16,7 +16,7 @@ import torch
 from remat._dynamo.intermediates import sessions, through
 from remat._torch import bypassing_wrapper, is_inner, libraries_ready, made_here, share_floats
 from remat.policies import Policy, bind, save_everything
-from remat.transforms import RematError, map_only, registered
+from remat.transforms import RematError, flatten, map_only, registered
 from remat.transforms.compiled import named
 from remat.transforms.entry import Given, Graph, outermost_traced, run_graph, run_transparently
 from remat.transforms.offload import INPUT
@@ -67,10 +67,8 @@ def naming_inputs(fn: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..
     They are what an op has made with a history. Others, such as weights and tables, somebody else has, and
     nothing would be freed. (This is asked outside of the region: a recomputation sees other histories.)
     """
-    made: list[bool] = []
-    map_only(
-        torch.Tensor, lambda tensor: made.append(tensor.requires_grad and not tensor.is_leaf), (args, kwargs)
-    )
+    leaves = flatten((args, kwargs))[0]
+    made = [t.requires_grad and not t.is_leaf for t in leaves if isinstance(t, torch.Tensor)]
 
     def with_names(*args: Any, **kwargs: Any) -> Any:
         left = iter(made)

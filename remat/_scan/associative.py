@@ -13,7 +13,6 @@ from remat._region import with_policy
 from remat._scan.scan import scan_remat
 from remat.policies import save_nothing
 from remat.transforms import RematError, WrongType, flatten, unflatten
-from remat.transforms.compat import modes_active
 from remat.transforms.scan import name_of, rows_of, version
 
 T = TypeVar("T")
@@ -97,7 +96,8 @@ def _chunked(pairs: Callable[..., Leaves], rows: Leaves, n: int) -> Leaves:
     # About 4 sqrt(n) elements, since with fewer the backward is bound by its number of ops; a number that
     # divides, so that nothing is copied to be joined, and of many halves.
     near = 1 << ((n - 1).bit_length() // 2 + 2)
-    size = max([d for d in range(near // 2, near + 1) if n % d == 0], key=lambda d: d & -d, default=near)
+    sizes = range(near // 2, near + 1, max(1, near // 16))
+    size = max([d for d in sizes if n % d == 0], key=lambda d: d & -d, default=near)
     count = n // size if n > 2 * size else 0
 
     def step(carry: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
@@ -114,37 +114,26 @@ def _chunked(pairs: Callable[..., Leaves], rows: Leaves, n: int) -> Leaves:
     def at_once(carry: Leaves, xs: Leaves) -> tuple[Leaves, Leaves]:
         _, *chunks = xs
         rows = [x.flatten(0, 1) for x in chunks]
-        if head or modes_active():
-            made = _prefixes(pairs, rows, functools.partial(pairs, carry) if head else None)[0]
-        else:
-            _write(pairs, rows, made := [torch.empty_like(x) for x in rows])
+        made = _prefixes(pairs, rows, functools.partial(pairs, carry) if head else None)[0]
         after = [y[size - 1 :: size].unsqueeze(1) for y in made]
         carries = [torch.cat([c.unsqueeze(0), y]) for c, y in zip(carry, after)]  # noqa: B905
         return carries, [y.unflatten(0, (count, size)) for y in made]
 
     if not torch.compiler.is_dynamo_compiling():
         step.at_once = at_once  # type: ignore[attr-defined]
-    head, parts = n - count * size, []
+    parts: list[Leaves] = []
+    head, start = n - count * size, [x[:1].detach() for x in rows]
     if head:
         # One op takes them apart, whose derivative puts them together again.
-        given, *others = zip(*[x.split([head, n - head] if count else head) for x in rows])  # noqa: B905
-        rows = list(others[0]) if count else []
-        parts = [with_policy(lambda *rows: _prefixes(pairs, [*rows])[0], save_nothing)(*given)]
+        given, rows = map(list, zip(*[x.split([head, n - head]) for x in rows]))  # noqa: B905
+        made, start = with_policy(lambda *rows: _prefixes(pairs, [*rows]), save_nothing)(*given)
+        parts.append(made)
     if count:
-        start = [y[-1:] for y in parts[0]] if head else [x[:1].detach() for x in rows]
         behind = torch.arange(count, device=rows[0].device) >= (0 if head else 1)
         chunks = [x.unflatten(0, (count, size)) for x in rows]
         made = scan_remat(step, start, [behind, *chunks], checkpoints="all")[1]
         parts.append([y.flatten(0, 1) for y in made])
     return [torch.cat(part) for part in zip(*parts)] if len(parts) > 1 else parts[0]  # noqa: B905
-
-
-def _halves(rows: Leaves) -> tuple[Leaves, Leaves]:
-    """The first and the second of each two rows; a last one without a second is left out."""
-    half = rows[0].shape[0] // 2
-    even = [x if x.shape[0] == 2 * half else x[: 2 * half] for x in rows]
-    both = [x.unflatten(0, (half, 2)).unbind(1) for x in even]
-    return [left for left, _ in both], [right for _, right in both]
 
 
 def _prefixes(
@@ -156,7 +145,8 @@ def _prefixes(
     if n == 1:
         rows = rows if first is None else first(rows)
         return rows, rows
-    left, right = _halves(rows)
+    even = rows if n % 2 == 0 else [x[: n - 1] for x in rows]
+    left, right = zip(*[x.unflatten(0, (n // 2, 2)).unbind(1) for x in even])  # noqa: B905
     # Split, whose derivative is one op; that of a slice fills zeros first.
     one, others = zip(*[x.split([1, n // 2 - 1]) for x in left])  # noqa: B905
     if first is not None:
@@ -173,16 +163,3 @@ def _prefixes(
         return both, last
     last = pairs(last, [x[-1:] for x in rows])
     return [torch.cat(ends) for ends in zip(both, last)], last  # noqa: B905
-
-
-def _write(pairs: Callable[..., Leaves], rows: Leaves, out: Leaves) -> None:
-    """Write all prefixes into `out`, each into its place, where nothing records it."""
-    n = rows[0].shape[0]
-    if n > 1:
-        _write(pairs, pairs([x[: n - 1 : 2] for x in rows], [x[1::2] for x in rows]), [o[1::2] for o in out])
-    if n > 2:
-        made = pairs([o[1 : n - 1 : 2] for o in out], [x[2::2] for x in rows])
-        for o, y in zip(out, made):  # noqa: B905
-            o[2::2].copy_(y)
-    for o, x in zip(out, rows):  # noqa: B905
-        o[:1].copy_(x[:1])

@@ -18,23 +18,20 @@ Span = tuple[int, int]  # the first token, and the first one that is not part of
 class _Ops(DispatchMode):
     """The ops of a run and their results; random numbers are those of a run before, of the same tokens."""
 
-    def __init__(self, before: _Ops | None, size: int, at: Span) -> None:
+    def __init__(self, before: list[list[Any]], size: int, at: Span) -> None:
         super().__init__()
         self.ran: list[tuple[Any, list[Any], str]] = []
         self.drawn: list[list[Any]] = []
-        self.before, self.size, self.at = before, size, at
+        self.before, self.size, self.at = iter(before), size, at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         tensors = [t for t in flatten(out)[0] if is_tensor(t)]
-        if traits(func).random:
-            if self.before is not None and len(self.drawn) < len(self.before.drawn):
-                for mine, drawn in zip(tensors, self.before.drawn[len(self.drawn)], strict=False):
-                    for same in _of_tokens(drawn, mine, self.size, self.at):
-                        mine.copy_(same)
-                        break
-            self.drawn.append([t.clone() for t in tensors])
         facts = traits(func)
+        if facts.random:
+            for mine, drawn in zip(tensors, next(self.before, ()), strict=False):
+                mine.copy_(next(_of_tokens(drawn, mine, self.size, self.at), mine))
+            self.drawn.append([t.clone() for t in tensors])
         if not facts.uninitialized:
             # Copies: what is written to later would be compared as it is then. (Views may be of weights.)
             self.ran.append((func, [t if facts.view else t.clone() for t in tensors], user_line()))
@@ -42,13 +39,18 @@ class _Ops(DispatchMode):
 
 
 def check_tokens(
-    name: str, run: Callable[[Rows], Any], part: Callable[[int, int], Rows], tokens: int
+    name: str,
+    run: Callable[[Rows], Any],
+    part: Callable[[int, int], Rows],
+    tokens: int,
+    check: Callable[[Any, int], None],
 ) -> bool:
     """Raise if a function gives other results for some tokens alone than for a slice around them.
 
     Args:
         part: (start, stop) -> these tokens, of which `run` is the function.
         tokens: how many there are; at most six are looked at.
+        check: is given results of several numbers of tokens, one of which no batch has, and these numbers.
 
     Returns:
         Whether the numbers tell: tokens that are zero, or like their neighbours, hide what mixes them.
@@ -60,13 +62,18 @@ def check_tokens(
     with torch.no_grad():
         start = next((s for s in starts if all([_told(part, s, size, at) for at in spans])), None)
         for at in spans:
-            _compare(name, lambda span: run(_copies(part, start or 0, span)), size, at)
+            # Of copies, so that what writes to its arguments is not taken for what mixes tokens.
+            first = start or 0
+            with _Ops([], size, at) as whole:
+                expected = run([t.clone() for t in part(first, first + size)])
+            with _Ops(whole.drawn, size, at) as alone:
+                found = run([t.clone() for t in part(first + at[0], first + at[1])])
+            pairs = zip(flatten(expected)[0], flatten(found)[0], strict=False)
+            if any(is_tensor(a) and _same(unwrapped(a), unwrapped(b), size, at) is False for a, b in pairs):
+                raise RematError(_mixed(name, list(zip(whole.ran, alone.ran, strict=False)), size, at))
+            check(expected, size)
+            check(found, at[1] - at[0])
     return start is not None
-
-
-def _copies(part: Callable[[int, int], Rows], start: int, span: Span) -> Rows:
-    """The tokens of a span, so that what writes to its arguments is not taken for what mixes tokens."""
-    return [t.clone() for t in part(start + span[0], start + span[1])]
 
 
 def _told(part: Callable[[int, int], Rows], start: int, size: int, at: Span) -> bool:
@@ -79,18 +86,11 @@ def _told(part: Callable[[int, int], Rows], start: int, size: int, at: Span) -> 
     )
 
 
-def _compare(name: str, run: Callable[[Span], Any], size: int, at: Span) -> None:
-    with _Ops(None, size, at) as whole:
-        expected = run((0, size))
-    with _Ops(whole, size, at) as alone:
-        found = run(at)
-    pairs = [(a, b) for a, b in zip(flatten(expected)[0], flatten(found)[0], strict=False) if is_tensor(a)]
-    if all(_same(unwrapped(a), unwrapped(b), size, at) is not False for a, b in pairs):
-        return
+def _mixed(name: str, ran: list[Any], size: int, at: Span) -> str:
+    """What to say where results differ."""
     # Integers may count tokens (positions) and be right until floats read them.
-    ran = list(zip(whole.ran, alone.ran, strict=False))
     first = next(filter(None, [_where(ran, size, at, kind) for kind in (smooth, is_tensor)]), "it")
-    raise RematError(
+    return (
         f"{name}: {first} mixes tokens. {at[1] - at[0]} tokens alone have other results than in a slice of "
         f"{size}, so tiles would give other numbers than the whole. Take into the function what acts token "
         "by token alone, and hand what it reads of other tokens over by keyword."

@@ -6,34 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat._core import format_bytes
-from remat.transforms import WrongValue, flatten, is_tensor, smooth
-from remat.transforms.compat import DispatchMode, storage_key
+from remat._inspect.report import Watch, followed
+from remat.transforms import WrongValue, flatten, is_tensor
 
 _PROBE = 64  # tokens of the smaller one
-
-
-class _Live(DispatchMode):
-    """The most bytes alive at once of what ops have made."""
-
-    def __init__(self, outside: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.outside = {storage_key(t) for t in outside}
-        self.made: dict[int, StorageWeakRef] = {}
-        self.sizes: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.made = {key: ref for key, ref in self.made.items() if not ref.expired()}
-        for t in filter(is_tensor, flatten(out)[0]):
-            if (key := storage_key(t)) not in self.outside:
-                self.made[key] = StorageWeakRef(t.untyped_storage())
-                self.sizes[key] = t.untyped_storage().nbytes()
-        self.peak = max(self.peak, sum(self.sizes[key] for key in self.made))
-        return out
 
 
 def tiles_within(
@@ -55,7 +33,7 @@ def tiles_within(
         RematError: (also a `ValueError`) not even tiles of one token do; says what they take.
     """
     small = max(1, min(_PROBE, tokens // 2))
-    one, two = (_step(run, rows(count), captured) for count in (small, 2 * small))
+    one, two = (_step(run, rows(count)) for count in (small, 2 * small))
     slope = max(1, -(-(two[0] - one[0]) // small))
     weights = sum(t.nbytes for t in captured)
     joined = (two[1] - one[1]) * tokens // small
@@ -73,16 +51,14 @@ def tiles_within(
     )
 
 
-def _step(
-    run: Callable[[list[torch.Tensor]], Any], rows: list[torch.Tensor], captured: Sequence[torch.Tensor]
-) -> tuple[int, int]:
+def _step(run: Callable[[list[torch.Tensor]], Any], rows: list[torch.Tensor]) -> tuple[int, int]:
     """Bytes that forward and backward of a tile hold at their peak; of its results and rows' gradients."""
-    rows = [t.detach().requires_grad_(t.requires_grad) for t in rows]
-    with torch.enable_grad(), _Live([*rows, *captured]) as live:
-        outs = [t for t in flatten(run(rows))[0] if is_tensor(t)]
-        size = sum(t.nbytes for t in outs) + sum(t.nbytes for t in rows if t.requires_grad)
-        ends = [t for t in outs if t.requires_grad and smooth(t)]
-        starts = [torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape) for t in ends]
-        if ends:
-            torch.autograd.backward(ends, starts)
-    return live.peak, size
+    rows, sizes = [t.detach().requires_grad_(t.requires_grad) for t in rows], list[int]()
+
+    def called(run: Callable[[list[torch.Tensor]], Any], rows: list[torch.Tensor]) -> Any:
+        out = run(rows)
+        sizes.append(sum(t.nbytes for t in flatten(out)[0] if is_tensor(t)))
+        return out
+
+    followed(run, called, (rows,), {}, watch := Watch())
+    return watch.blocks.peak, sizes[0] + sum(t.nbytes for t in rows if t.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -156,21 +157,15 @@ class Tiled:
             flags = [v for v in flatten((shared, kwargs))[0] if v is None or isinstance(v, bool | str)]
             key = spec, *at, *dims, *modes, *kwargs, *flags
             if not self.known.get(key):
-                seen: list[tuple[Any, int]] = []
 
                 def probed(rows: list[torch.Tensor]) -> Any:
                     before = _versions(apply)
-                    seen.append((apply(rows), rows[0].shape[dims[0]]))
+                    out = apply(rows)
                     if _versions(apply) != before:
                         _writers.add(anchor(fn))
-                    return seen[-1][0]
+                    return out
 
-                def look() -> bool:
-                    told = check_tokens(self.name, probed, part, tokens)
-                    for found in seen:  # of several sizes, one of which no batch has
-                        self._check(*found)
-                    return told
-
+                look = functools.partial(check_tokens, self.name, probed, part, tokens, self._check)
                 self.known[key] = _tried(look, apply, rows)
         size = -(-tokens // count)
         # Steps of a scan run again in its backward: one that writes would do so twice, and is a region.
@@ -180,9 +175,7 @@ class Tiled:
             return self._run(apply, rows, dims, size)
         parts = zip(*[t.split(whole, d) for t, d in zip(rows, dims, strict=True)], strict=True)
         trees = [self._run(apply, list(part), dims, size) for part in parts]
-        columns = zip(*[flatten(tree)[0] for tree in trees], strict=True)
-        joined = [c[0] if c[0] is None else torch.cat(c, self._joined(c[0])) for c in columns]
-        return unflatten(joined, flatten(trees[0])[1])
+        return map_leaves(lambda *c: c[0] if c[0] is None else torch.cat(c, self._joined(c[0])), *trees)
 
     def _split(self, args: tuple[Any, ...], leaves: list[Any]) -> tuple[list[int], list[int]]:
         """Which leaves of the arguments are split, and along which dimensions, counted from the end."""

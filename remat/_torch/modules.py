@@ -91,34 +91,24 @@ def _matrix_in(node: torch.fx.Node, path: str) -> list[str]:
 def _name_in(outer: torch.nn.Module, inner: torch.nn.Module) -> str | None:
     """The shortest name that a module has in another one, None for none."""
     level, met = [("", outer)], {id(outer)}
-    while level:
-        below: list[tuple[str, torch.nn.Module]] = []
-        for prefix, module in level:
-            for name, child in module._modules.items():
-                if child is None or id(child) in met:
-                    continue
+    for prefix, module in level:  # which grows meanwhile
+        for name, child in module._modules.items():
+            if child is not None and id(child) not in met:
                 if vars(child) is vars(inner):
                     return prefix + name
                 met.add(id(child))
-                below.append((f"{prefix}{name}.", child))
-        level = below
+                level.append((f"{prefix}{name}.", child))
     return None
 
 
 def _path_in(stack: dict[str, tuple[str, Any]]) -> tuple[bool, str]:
     """The path that Dynamo noted with a node, and whether it begins at the module whose forward it traced;
     else at the outermost module of its graph."""
-    names = [_plain(source) for source, _ in stack.values()]
+    # As paths: `L['self'].layers.0` for `getattr(L['self'].layers, '0')`.
+    parts = re.compile(r", '([^']*)'\)|\._modules\['([^']*)'\]")
+    names = [parts.sub(r".\1\2", source.replace("getattr(", "")) for source, _ in stack.values()]
     here = names[0].startswith("L['self']")
     return here, names[-1].removeprefix("L['self']" if here else names[0]).lstrip(".")
-
-
-def _plain(source: str) -> str:
-    """How Dynamo finds a module, as a path: `L['self'].layers.0` for `getattr(L['self'].layers, '0')`."""
-    before = ""
-    while before != source:
-        before, source = source, re.sub(r"getattr\(([^()]+), '([^']*)'\)", r"\1.\2", source)
-    return re.sub(r"\._modules\['([^']*)'\]", r".\1", source)
 
 
 def paths_of(graph: torch.fx.GraphModule) -> Iterable[str]:

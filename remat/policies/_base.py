@@ -236,6 +236,11 @@ class FromCallable(Numbered):
         return f"checkpoint_policy({rule}{', stateful=True' if self.stateful else ''})"
 
 
+def _of_some(name: str) -> Any:
+    """An attribute of a policy that is made of others: true where it is of one of them."""
+    return property(lambda self: any(getattr(part, name) for part in self.parts().values()))
+
+
 class Combined(Policy):
     """Made of other policies, which are its fields of that type; what concerns all policies reaches them."""
 
@@ -245,29 +250,15 @@ class Combined(Policy):
         values = {field.name: getattr(self, field.name) for field in fields}
         return {name: value for name, value in values.items() if isinstance(value, Policy)}
 
-    @property
-    def needs_calls(self) -> bool:  # type: ignore[override]
-        return any(part.needs_calls for part in self.parts().values())
-
-    @property
-    def needs_modules(self) -> bool:  # type: ignore[override]
-        return any(part.needs_modules for part in self.parts().values())
-
-    @property
-    def counts(self) -> bool:  # type: ignore[override]
-        return any(part.counts for part in self.parts().values())
-
-    @property
-    def asks_again(self) -> bool:  # type: ignore[override]
-        return any(part.asks_again for part in self.parts().values())
+    needs_calls = _of_some("needs_calls")
+    needs_modules = _of_some("needs_modules")
+    counts = _of_some("counts")
+    asks_again = _of_some("asks_again")
+    sends_inputs = _of_some("sends_inputs")
 
     @property
     def shares_constants(self) -> bool:  # type: ignore[override]
         return all(part.shares_constants for part in self.parts().values())
-
-    @property
-    def sends_inputs(self) -> bool:  # type: ignore[override]
-        return any(part.sends_inputs for part in self.parts().values())
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         return self._with({name: part.bind(fn, args, kwargs) for name, part in self.parts().items()})

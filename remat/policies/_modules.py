@@ -18,7 +18,7 @@ import torch
 from remat._core import Decision, OpInfo, fits, starred
 from remat._torch import module_path, paths_of
 from remat.policies._base import FromCallable, Numbered, Policy, PolicyError
-from remat.policies._ready import OfKind, save_ops
+from remat.policies._ready import OfKind, op_named, save_ops
 from remat.transforms import RematError, registered, traits
 
 _PRODUCTS = OfKind("products", ("matmul", "bmm"))
@@ -234,18 +234,14 @@ def _selected(pattern: str) -> _Rule:
     path, said, ops = map(str.strip, pattern.partition("::"))
     if not said:
         return path, Decision.SAVE, None
-    found: list[Any] = []
-    for name in ops.split(","):
-        op: Any = torch.ops
-        for part in name.strip().removeprefix("torch.ops.").split("."):
-            op = getattr(op, part, None) if part else None
-        if op is None:
-            raise PolicyError(
-                f"save_modules({pattern!r}): there is no op {name.strip()!r}. Write it as torch.ops has it, "
-                '"layers.*.attention.wo :: aten.mm.default".'
-            )
-        found.append(op)
-    return path, Decision.SAVE, save_ops(*found)
+    names = [name.strip().removeprefix("torch.ops.") for name in ops.split(",")]
+    try:
+        return path, Decision.SAVE, save_ops(*map(op_named, names))
+    except AttributeError as error:
+        raise PolicyError(
+            f"save_modules({pattern!r}): there is no op {ops!r} ({error}). Write it as torch.ops has it, "
+            '"layers.*.attention.wo :: aten.mm.default".'
+        ) from error
 
 
 def by_role(label: str, settings: Mapping[str, Decision | str], strict: bool = False) -> ByModule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -81,14 +82,13 @@ def _op_label(op: Any) -> str:
     return str(op) if isinstance(op, OpOverload) else f"higher_order.{op.name()}"
 
 
+def op_named(label: str) -> Any:
+    """The op, or the packet, that `torch.ops` has by this name."""
+    return functools.reduce(getattr, label.split("."), torch.ops)
+
+
 def _ops_by_name(labels: list[str]) -> SaveOps:
-    found = []
-    for label in labels:
-        op: Any = torch.ops
-        for part in label.split("."):
-            op = getattr(op, part)
-        found.append(op)
-    return SaveOps(frozenset(found))
+    return SaveOps(frozenset(map(op_named, labels)))
 
 
 def save_ops(*ops: Any) -> SaveOps:

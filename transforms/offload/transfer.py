@@ -230,9 +230,6 @@ class Parcel:
         self.offset, self.stride = tensor.storage_offset(), tensor.stride()
         self.fetched: Copy | None = None
         self.takers = 0  # how many values will still be asked for of what was fetched
-        # Of this memory, not of what comes to lie at its place later.
-        memory = None if source is None or type(tensor) is not torch.Tensor else memory_of(tensor)
-        self.storage = None if memory is None else StorageWeakRef(memory)
         if source is not None:
             _queue.add(self)
         else:
@@ -289,8 +286,7 @@ class _Queue(threading.local):
     most = 2
 
     def __init__(self) -> None:
-        self.last: Any = None
-        self.sent: collections.deque[Any] = collections.deque()
+        self.order: collections.deque[weakref.ref[Parcel]] = collections.deque()
         self.known: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
 
     def find(self, source: torch.Tensor) -> Parcel | None:
@@ -300,15 +296,14 @@ class _Queue(threading.local):
         return found if found is not None and found.version == version_of(source) else None
 
     def add(self, parcel: Parcel) -> None:
-        if parcel.storage is not None:
+        if type(parcel.host) is torch.Tensor and (memory := memory_of(parcel.host)) is not None:
+            parcel.storage = StorageWeakRef(memory)  # this memory, not what comes to lie at its place later
             self.known[parcel.storage.cdata] = parcel
-        before = None if self.last is None else self.last()
-        self.last = weakref.ref(parcel)
-        if before is not None and before.sent is None:
+        if self.order and (before := self.order[-1]()) is not None:
             before.leave()
-            self.sent.append(weakref.ref(before))
-            if len(self.sent) > self.most and (first := self.sent.popleft()()) is not None:
-                first.wait()
+        self.order.append(weakref.ref(parcel))
+        if len(self.order) > self.most + 1 and (first := self.order.popleft()()) is not None:
+            first.wait()
 
 
 _queue = _Queue()

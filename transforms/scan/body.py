@@ -41,7 +41,8 @@ class Body:
 
     Attributes:
         ys: the structure of y, known after the first step.
-        at_once: how the function computes all its steps without one waiting for another, if it can.
+        at_once: how the function computes all its steps without one waiting for another, if it can: of the
+            leaves of carry and xs, the carries before each step and after the last, as rows, and stacked ys.
         unread: which captured tensors no step of a forward has read, of those that it is asked about.
     """
 
@@ -61,7 +62,7 @@ class Body:
         self.ys: Structure | None = None
         self.watched = False
         self.unread: set[int] = set()
-        self.at_once: Callable[..., Any] | None = getattr(function, "at_once", None)
+        self.at_once: Any = getattr(function, "at_once", None)
 
     def __call__(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         if active.sessions and (sessions := current()):
@@ -98,13 +99,6 @@ class Body:
             read = watch.met.union(map(id, (*leaves, *ys)))
             self.unread = {i for i in self.unread if id(consts[i]) not in read}
         return leaves, ys
-
-    def whole(self, consts: Tensors, carry: Leaves, xs: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
-        """The carries before each step and after the last, as rows, and the stacked ys."""
-        assert self.at_once is not None
-        with self.swapped(consts, [*carry, *xs]):
-            carries, ys = self.at_once(unflatten(carry, self.spec.carry.spec), self._row(xs))
-        return flatten(carries)[0], flatten(ys)[0]
 
     def _row(self, x: Tensors) -> Any:
         if self.x_is_leaf:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -409,14 +409,13 @@ def _steps(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
 def _at_once(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """All steps by one call, in less than one after another takes; and the first one, which is checked."""
     consts, carry, xs = scan.split(flat)
-    record, n, step = scan.record, scan.length, scan.step
+    record, n, step = scan.record, scan.length, cast(Body, scan.step)
     with_step_note(scan, 0, consts, carry, [x.select(0, scan.at(0)) for x in xs])
-    carries, stacks = step.whole(consts, carry, xs)  # type: ignore[attr-defined]
-    place = scan.spec.schedule.place(n)
-    for k in range(n):
-        if (slot := place(k)) is not None:
-            state = compact([c.select(0, k) for c in carries]) if k else carry
-            record.states[slot] = State(k, scan.sent(state, slot), record.start)
+    with step.swapped(consts, [*carry, *xs]):
+        carries, stacks = step.at_once(carry, xs)
+    for k in range(n):  # each is kept: who says how steps are computed at once asks for "all"
+        state = compact([c.select(0, k) for c in carries]) if k else carry
+        record.states[k] = State(k, scan.sent(state, k), record.start)
     record.length = n
     return [c.select(0, n) for c in carries], stacks
 

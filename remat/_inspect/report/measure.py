@@ -142,7 +142,7 @@ def _watched(
     fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwargs: Any, whole: bool
 ) -> Watch:
     watch = Watch()
-    if _step(fn, called, args, kwargs, watch) or (whole and any(r.when == "backward" for r in watch.ran)):
+    if followed(fn, called, args, kwargs, watch) or (whole and any(r.when == "backward" for r in watch.ran)):
         return watch
     if whole:
         raise NoBackward("nothing that the step returns requires grad, and it runs no backward.")
@@ -150,7 +150,7 @@ def _watched(
     leaves, spec = flatten((args, kwargs))
     args, kwargs = unflatten([_leaf(x) for x in leaves], spec)
     watch = Watch()
-    if not _step(fn, called, args, kwargs, watch):
+    if not followed(fn, called, args, kwargs, watch):
         raise NoBackward(
             "the result depends on nothing that requires grad and on no floating point argument, so there is "
             "no backward to look at. Pass what is to be differentiated as an argument."
@@ -162,7 +162,9 @@ def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_() if smooth(value) else value
 
 
-def _step(fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwargs: Any, watch: Watch) -> bool:
+def followed(
+    fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwargs: Any, watch: Watch
+) -> bool:
     """One forward and backward under `watch`; False when there is nothing to differentiate."""
     # Accelerators' backwards would run in threads where no mode sees them.
     with torch.enable_grad(), listen(watch.kept), torch.autograd.set_multithreading_enabled(False):
