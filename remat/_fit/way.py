@@ -221,6 +221,11 @@ class Way:
             )
         elif any(self.source.drew):
             yield "The model draws numbers of Python's random: the plan is of the one path that was drawn."
+        if self.chosen is not self.plain and any(graph.joint.written_later for graph in self.step.graphs):
+            yield (
+                "Blocks write beside values that their backward reads, as the kernel of a GRU does: copies "
+                "of these are not all counted, and the step may take up to a sixth more."
+            )
 
     def settled(self) -> dict[str, Policy | None]:
         """Carry the choice out: the policies of the blocks, by their names."""

@@ -98,6 +98,7 @@ def simulated(
     pinned = {s: joint.ops[at] for s, at in joint.pinned if s not in kept and not compiled}
     options = {"nodes": not compiled, "beside": sums, "pinned": pinned}
     backward = live_bytes(joint, order, start=start, forever=forever, **options)
+    backward += sum(joint.values[v].bytes for v, at in joint.written_later if at in replayed)
     inputs = size - sum(joint.storages[s] for s in kept)
     size += sum(joint.storages[s] for s in pinned)
     return Profile(size, forward + inputs, backward + inputs, sum(joint.storages[s] for s in left))

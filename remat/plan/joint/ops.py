@@ -198,6 +198,14 @@ class Joint:
         return frozenset([*[self.values[v].storage for v in self.saved], *dict(self.pinned)])
 
     @functools.cached_property
+    def written_later(self) -> tuple[tuple[int, int], ...]:
+        """Saved values whose memory a later op of the forward writes, with that op: an engine that runs it
+        again makes a copy before. (The kernel of a GRU writes parts of a product beside those it saves.)"""
+        last = {self.values[v].storage: at for at, op in enumerate(self.forward) for v in op.mutates}
+        saved = [(v, self.values[v].producer, last.get(self.values[v].storage, -1)) for v in self.saved]
+        return tuple([(v, at) for v, maker, at in saved if 0 <= maker < at])
+
+    @functools.cached_property
     def decisions(self) -> frozenset[int]:
         """Positions of the forward's ops that an engine keeps in any case."""
         follow, found = Decisions(), set[int]()
