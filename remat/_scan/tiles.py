@@ -15,7 +15,6 @@ from remat._inspect import looked_at
 from remat._region import anchor, with_policy
 from remat._scan.mixing import check_tokens
 from remat._scan.scan import bytes_of, run_eager, structure
-from remat._scan.tile_bytes import tiles_within
 from remat.policies import save_nothing
 from remat.schedules import All
 from remat.transforms import (
@@ -224,6 +223,8 @@ class Tiled:
             )
         key = self.peak, *dims, *[(t.shape, t.dtype, t.requires_grad) for t in rows]
         if key not in self.known:
+            from remat._scan.tile_bytes import tiles_within
+
             options = self.name, self.peak, tokens, apply, lambda count: part(0, count)
             with hooks_aside():
                 own = captured(reached(apply))

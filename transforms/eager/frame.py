@@ -115,7 +115,8 @@ class Frame(Packer):
         values: saved values that were made again and that the backward has not read yet.
         versions: of those that were written to while they were made.
         whole: whether all that autograd saves is held.
-        early: saved values of a function that differentiates, by their handles, while it runs.
+        early: saved values of a function that differentiates, or that replaces the data of tensors, by their
+            handles, while it runs.
         late: what autograd has saved inside of transforms of torch.func, which refuse hooks, by its handles;
             None where there was no transform.
         owner: the node that has saved what is packed, where it is not the last one.
@@ -274,7 +275,7 @@ class Frame(Packer):
         recorder.pack(tensor, owner)
         if recorder.tape.sized_by_data:
             self.shapes[handle.at] = tensor.shape
-        if self.region.cache.differentiates or recorder.tape.told is not None:
+        if self.region.cache.differentiates or recorder.replaces_data:
             if self.early is None:
                 self.early = weakref.WeakKeyDictionary()
             # (With a history it would hold the node that holds the handle.)

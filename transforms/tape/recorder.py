@@ -95,6 +95,7 @@ class Recorder(KeptValues):
         op_in_parent: for every op its number on the tape of the region around, if there is one.
         graded: the positions of the arguments that levels of torch.func differentiate.
         replaced: tensors from outside that user code has given other memory (`.data = `).
+        replaces_data: whether it has given any tensor, of the function's own too, other memory.
         given_again: those that it has given the memory that they had, before an op met them.
         sizes: of memories from outside that user code has looked at, when it did so first.
         contents: small memories of its own that others may fill past torch, by their roots.
@@ -104,6 +105,7 @@ class Recorder(KeptValues):
     followed = False  # whether a forward that is over was one on a known tape
     graded: Collection[int] = ()
     replaced: tuple[Replaced, ...] = ()
+    replaces_data = False
     given_again: tuple[torch.Tensor, ...] = ()
     _room = SMALL  # for what others have filled memory with
 
@@ -630,6 +632,7 @@ class Recorder(KeptValues):
 
     def replaces(self, tensor: torch.Tensor) -> None:
         """User code is about to give `tensor` other memory."""
+        self.replaces_data = True
         number = self._numbers.of(tensor)
         if number is not None and number >= 0:
             self.tape.show(self.tape.root_of(number))
