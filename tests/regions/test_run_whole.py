@@ -171,3 +171,24 @@ def test_a_region_inside_that_finds_a_weight_cast_already():
             return torch.autograd.grad(region(outer)(x).sum(), (x, lin.weight))
 
     same(found(remat), found(lambda fn: fn))
+
+
+@pytest.mark.parametrize("taught", [False, True], ids=["first call", "later call"])
+@pytest.mark.parametrize("left", [None, 5])
+def test_a_cache_that_the_caller_has_emptied_stays_empty(left: int | None, taught: bool) -> None:
+    class Layer(nn.Module):
+        last: Any = None
+
+        def forward(self, a: torch.Tensor) -> torch.Tensor:
+            self.last = a.detach() * 2
+            return (a + unseen(a, 0.5)).exp()
+
+    layer, x = Layer(), rand(3, 4).requires_grad_()
+    layer.last = None
+    region = remat(layer.forward)
+    if taught:
+        region(x).sum().backward()
+    out = region(x).sum()
+    layer.last = left
+    out.backward()
+    assert layer.last is left

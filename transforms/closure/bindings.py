@@ -59,11 +59,14 @@ class Bindings:
 
     __slots__ = ("near", "others", "scripts", "slots")
 
-    def __init__(self, reach: Iterable[Any], states: bool = False, bound: bool = False) -> None:
+    def __init__(
+        self, reach: Iterable[Any], states: bool = False, bound: bool = False, empty: bool = False
+    ) -> None:
         """What modules hold now; `reach`: what functions lead to (`reached`).
 
         `states`: look into attributes, containers and variables as well. `bound`: note what else variables
-        and attributes are bound to: a loop's variable, a flag.
+        and attributes are bound to: a loop's variable, a flag. `empty`: and None, so that a cache which the
+        caller has cleared stays so.
         """
         reach = list(reach)
         parts = parts_of(reach)
@@ -84,7 +87,9 @@ class Bindings:
             names += found
         for holder, keys in variables(reach, parts) if bound else ():
             holders, names = self.slots if is_a(holder, dict) else self.others
-            found = [key for key in keys if not is_a(_held(holder, key), _NOT_BOUND)]
+            found = [
+                key for key in keys if not is_a(_held(holder, key), torch.Tensor if empty else _NOT_BOUND)
+            ]
             holders += [holder] * len(found)
             names += found
         self.near = self._now()

@@ -86,7 +86,7 @@ class Rerun:
         # What the function stores is stored by its forward; a later call may have stored other things since.
         # (What FSDP2's hooks have found out stays: they gather in one of the passes only.)
         bound = not frame.tape.sharded
-        stored = Bindings(reached(frame.region.function), states=True, bound=bound)
+        stored = Bindings(reached(frame.region.function), states=True, bound=bound, empty=bound)
         self.values, self.count = {}, 0
         again = [*frame.raw, *(self._written() if frame.tape.loose and not self._fetches else ())]
         self.lent = {storage(tensor) for tensor, _ in again}
