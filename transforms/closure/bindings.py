@@ -59,14 +59,11 @@ class Bindings:
 
     __slots__ = ("near", "others", "scripts", "slots")
 
-    def __init__(
-        self, reach: Iterable[Any], states: bool = False, bound: bool = False, empty: bool = False
-    ) -> None:
+    def __init__(self, reach: Iterable[Any], states: bool = False, bound: bool = False) -> None:
         """What modules hold now; `reach`: what functions lead to (`reached`).
 
         `states`: look into attributes, containers and variables as well. `bound`: note what else variables
-        and attributes are bound to: a loop's variable, a flag. `empty`: and None, so that a cache which the
-        caller has cleared stays so.
+        and attributes are bound to: a loop's variable, a flag.
         """
         reach = list(reach)
         parts = parts_of(reach)
@@ -87,9 +84,7 @@ class Bindings:
             names += found
         for holder, keys in variables(reach, parts) if bound else ():
             holders, names = self.slots if is_a(holder, dict) else self.others
-            found = [
-                key for key in keys if not is_a(_held(holder, key), torch.Tensor if empty else _NOT_BOUND)
-            ]
+            found = [key for key in keys if not is_a(_held(holder, key), _NOT_BOUND)]
             holders += [holder] * len(found)
             names += found
         self.near = self._now()
@@ -159,40 +154,74 @@ class Bindings:
                 set_scripted((module, name), tensor)
 
 
+class PythonState:
+    """All that objects in reach hold, so that a second run of a function leaves nothing there: caches that
+    the caller has emptied stay empty, and lists grow once.
+
+    Attributes, modules' tables, items of dicts, lists, sets and deques, variables. Put back one by one: other
+    threads may be looking.
+    """
+
+    def __init__(self, reach: Iterable[Any]) -> None:
+        reach = [value for value in reach if not is_tensor(value)]
+        parts = parts_of(reach)
+        tables = [t for part in parts for t in tables_of(part)] + [attributes(v) for v in (*parts, *reach)]
+        found: list[Any] = [*tables, *[v for v in reach if container_of(v) in _FILLED]]
+        self.whole = [(v, _FILLED[base].copy(v)) for v in found if (base := container_of(v)) is not None]
+        self.single = [(h, k, _held(h, k, MISSING)) for h, keys in variables(reach, parts) for k in keys]
+
+    def restore_state(self) -> None:
+        """Let them hold that again."""
+        for value, before in self.whole:
+            base: Any = container_of(value)
+            now = base.copy(value)
+            if base is dict:
+                pairs = [(key, before.get(key, MISSING)) for key in now | before]
+                hold([(value, key, was) for key, was in pairs if now.get(key, MISSING) is not was])
+            elif len(now) != len(before) or not all(map(operator.is_, now, before)):
+                base.clear(value)
+                (base.update if base is set else base.extend)(value, before)
+        hold([place for place in self.single if _held(*place[:2], MISSING) is not place[2]])
+
+
+_FILLED: dict[type, Any] = {kind: kind for kind in (dict, list, set, deque)}
+
+
 def _is_sharded(value: Any) -> bool:
     return is_tensor(value) and hasattr(value, "placements")
 
 
-def _held(holder: Any, key: Any) -> Any:
+def _held(holder: Any, key: Any, absent: Any = None) -> Any:
     kind = type(holder)
     if issubclass(kind, dict):
-        return dict.get(holder, key)
+        return dict.get(holder, key, absent)
     if issubclass(kind, (list, deque)):
         base: Any = container_of(holder)
         return base.__getitem__(holder, key) if key < length(holder) else None
     if issubclass(kind, type):
-        return names_of(holder).get(key)
+        return names_of(holder).get(key, absent)
     if key == "args" and issubclass(kind, functools.partial):
         return _PARTS[1](holder)
     found = in_slot(key, holder)  # of a variable that was deleted there is nothing
-    return None if found is MISSING else found
+    return absent if found is MISSING else found
 
 
 def hold(given: Iterable[tuple[Any, Any, Any]]) -> None:
-    """Put values where holders have their keys."""
+    """Put values where holders have their keys; none are left where that is MISSING."""
     for holder, key, value in given:
-        kind = type(holder)
+        kind, put = type(holder), value is not MISSING
         if issubclass(kind, dict):
-            (OrderedDict if issubclass(kind, OrderedDict) else dict).__setitem__(holder, key, value)
+            base: Any = OrderedDict if issubclass(kind, OrderedDict) else dict
+            base.__setitem__(holder, key, value) if put else base.pop(holder, key, None)
         elif issubclass(kind, type):
-            type.__setattr__(holder, key, value)
+            type.__setattr__(holder, key, value) if put else type.__delattr__(holder, key)
         elif issubclass(kind, functools.partial) and key == "args":
             now: Any = functools.partial.__reduce__(holder)[2]
             _PARTIAL["__setstate__"](holder, (now[0], value, *now[2:]))
         elif not issubclass(kind, (list, deque)):
-            key.__set__(holder, value)
+            key.__set__(holder, value) if put else key.__delete__(holder)
         elif key < length(holder):
-            base: Any = container_of(holder)
+            base = container_of(holder)
             base.__setitem__(holder, key, value)
 
 
@@ -234,6 +263,7 @@ def variables(reach: Iterable[Any], parts: Iterable[torch.nn.Module]) -> Iterato
         table = attributes(part) or {}
         yield table, [key for key in table if key not in _MODULES_OWN or key == "training"]
         yield (children := tables_of(part)[2]), list(children)
+        yield part, slots(part)
     for value in reach:
         if type(value) is types.FunctionType:
             for cell in value.__closure__ or ():
@@ -241,23 +271,23 @@ def variables(reach: Iterable[Any], parts: Iterable[torch.nn.Module]) -> Iterato
             known = value.__globals__
             if known.get("__name__", "").split(".")[0] not in _LIBRARIES:
                 yield from _named(known, [*_names(value.__code__)])
-        elif not is_a(value, _NO_CONTAINERS) and container_of(value) is None:
-            if (table := attributes(value)) is not None:
+        elif not is_a(value, _NO_CONTAINERS):
+            if container_of(value) is None and (table := attributes(value)) is not None:
                 yield table, list(dict.keys(table))
             yield value, slots(value)
 
 
 def _named(known: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, list[str]]]:
-    yield known, [name for name in names if name in known]
+    yield known, names
     values: list[Any] = [known.get(name) for name in names]
     for value in values:
         if type(value) is types.ModuleType and value.__name__.split(".")[0] not in _LIBRARIES:
-            yield vars(value), [name for name in names if name in vars(value)]
+            yield vars(value), names
         elif is_a(value, type):
             # (What a class makes of a function or a property is another object at every look.)
             kind: Any = value
             own = names_of(kind)
-            yield value, [n for n in names if n in own and not hasattr(type(own[n]), "__get__")]
+            yield value, [n for n in names if not hasattr(type(own.get(n)), "__get__")]
 
 
 def _places_named(function: types.FunctionType) -> Iterator[tuple[Any, Any, Iterable[Any]]]:
@@ -353,7 +383,8 @@ def in_reach(*roots: Any) -> Iterator[Any]:
 def _inside(value: Any) -> Iterable[Any]:
     kind = type(value)
     if kind is types.FunctionType:
-        return _inside_function(value)
+        # (A region around the user's function is the library's: what it has learnt is no state of theirs.)
+        return (value.__wrapped__,) if _is_region(value) else _inside_function(value)
     if kind is types.MethodType:
         return value.__self__, value.__func__
     if issubclass(kind, torch.nn.Module):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.transforms.closure import Bindings, reached, standing_in
+from remat.transforms.closure import Bindings, PythonState, reached, standing_in
 from remat.transforms.compat import pop_hooks, set_grad_enabled, unseen
 from remat.transforms.context import run_innermost, untracked
 from remat.transforms.eager.saved import hook
@@ -85,8 +85,8 @@ class Rerun:
         inner, frame.inner = frame.inner, 0
         # What the function stores is stored by its forward; a later call may have stored other things since.
         # (What FSDP2's hooks have found out stays: they gather in one of the passes only.)
-        bound = not frame.tape.sharded
-        stored = Bindings(reached(frame.region.function), states=True, bound=bound, empty=bound)
+        reach = reached(frame.region.function)
+        stored = Bindings(reach, states=True) if frame.tape.sharded else PythonState(reach)
         self.values, self.count = {}, 0
         again = [*frame.raw, *(self._written() if frame.tape.loose and not self._fetches else ())]
         self.lent = {storage(tensor) for tensor, _ in again}
