@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.func import vmap
 
 from remat import (
     RematError,
+    is_recomputing,
     remat,
     save_matmuls,
     save_nothing,
@@ -239,3 +241,23 @@ def test_a_second_run_of_the_function_leaves_nothing(change: Any, taught: bool) 
         return value.tolist() if isinstance(value, torch.Tensor) else value
 
     assert shown(found(remat)) == shown(found(lambda fn: fn))
+
+
+def test_what_other_threads_take_meanwhile_stays_taken() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.work: queue.Queue[int] = queue.Queue()
+
+        def forward(self, a: torch.Tensor) -> torch.Tensor:
+            if is_recomputing():
+                taker = threading.Thread(target=self.work.get)
+                taker.start()
+                taker.join()
+            else:
+                self.work.put(1)
+            return (a + unseen(a, 0.5)).exp()
+
+    layer = Layer()
+    remat(layer.forward)(rand(3, 4).requires_grad_()).sum().backward()
+    assert layer.work.empty()

@@ -159,11 +159,14 @@ class PythonState:
     the caller has emptied stay empty, and lists grow once.
 
     Attributes, modules' tables, items of dicts, lists, sets and deques, variables. Put back one by one: other
-    threads may be looking.
+    threads may be looking. What threads share (queues, events, loggers) is theirs, too.
     """
 
     def __init__(self, reach: Iterable[Any]) -> None:
         reach = [value for value in reach if not is_tensor(value)]
+        shared = [v for v in reach if type(v).__module__.split(".")[0] in _OF_THREADS]
+        apart = {id(part) for value in shared for part in (value, *held(value))}
+        reach = [value for value in reach if id(value) not in apart]
         parts = parts_of(reach)
         tables = [t for part in parts for t in tables_of(part)] + [attributes(v) for v in (*parts, *reach)]
         found: list[Any] = [*tables, *[v for v in reach if container_of(v) in _FILLED]]
@@ -184,6 +187,7 @@ class PythonState:
         hold([place for place in self.single if _held(*place[:2], MISSING) is not place[2]])
 
 
+_OF_THREADS = ("threading", "queue", "_queue", "asyncio", "concurrent", "multiprocessing", "logging")
 _FILLED: dict[type, Any] = {kind: kind for kind in (dict, list, set, deque)}
 
 
