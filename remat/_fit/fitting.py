@@ -20,7 +20,6 @@ from remat._fit.report import Fit
 from remat._fit.way import ModelStep, Way, as_region, name_of, ready_policies
 from remat.plan import (
     ChainPlan,
-    Chosen,
     CostModel,
     Layout,
     MeshPlan,
@@ -286,7 +285,7 @@ def _fitted(
             )
         leanest = min(ways, key=lambda way: way.limit_of(way.portfolio.leanest()))
         least = leanest.limit_of(leanest.portfolio.leanest())
-        raise _out_of_reach(limit, held, least, leanest.plain)
+        raise _out_of_reach(limit, held, least, leanest)
     way = min(fits, key=lambda way: way.price)
     chosen = way.chosen
     assert chosen is not None
@@ -377,7 +376,7 @@ def _memory(roots: Any, device: Any) -> int:
     raise RematError(f"The memory of a {kind} device is not known: write peak=... or device='h100'.")
 
 
-def _out_of_reach(limit: int, held: HeldBytes, step: int, plain: Chosen) -> RematError:
+def _out_of_reach(limit: int, held: HeldBytes, step: int, way: Way) -> RematError:
     least = step + held.bytes
     if held.bytes >= limit:
         return RematError(
@@ -387,7 +386,7 @@ def _out_of_reach(limit: int, held: HeldBytes, step: int, plain: Chosen) -> Rema
         )
     return RematError(
         f"A peak of {limit:,} bytes cannot be met: the lowest found is {least:,} bytes "
-        f"({plain.peak + held.bytes:,} without remat). Held throughout: {held}; in the step "
+        f"({way.plain.peak + held.bytes:,} without remat). Held throughout: {held}; in the step "
         f"{step:,} bytes. Write peak={least} or more, a smaller batch, smaller blocks (layers=...), "
-        "or remat.fit([stage1, stage2], x, peak=...)."
+        f"or remat.fit([stage1, stage2], x, peak=...). {way.theirs}".rstrip()
     )

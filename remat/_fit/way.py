@@ -199,6 +199,23 @@ class Way:
         pairs = zip(self.step.owners, self.step.names, strict=True)
         return [names.get(id(owner), name) for owner, name in pairs]
 
+    @property
+    def theirs(self) -> str:
+        """Which blocks run where others decide what is kept; empty where none does."""
+        count = len(self.modules) - len(self._free)
+        told = (
+            f"{count} of {len(self.modules)} blocks run under saved-tensor hooks, such as torch's checkpoint "
+            "has, which decide what is kept: they stay as they are. Turn that off "
+            "(model.gradient_checkpointing_disable()) to have remat.fit choose."
+        )
+        return told if count else ""
+
+    @property
+    def _free(self) -> dict[str, torch.nn.Module]:
+        """The blocks whose regions decide what they keep."""
+        theirs = set(map(id, self.step.theirs))
+        return {name: module for name, module in self.modules.items() if id(module) not in theirs}
+
     def notes(self) -> Iterator[str]:
         """What is to be said of the plan."""
         if self.step.ran:
@@ -213,31 +230,28 @@ class Way:
                 "no plan that keeps these fits. Kernels that give other bits in a second run may decide "
                 "otherwise."
             )
-        if idle := len(self.modules) - len(set(self.called) & set(self.modules)):
+        if told := self.theirs:
+            yield told
+        if idle := len(self._free) - len(set(self.called) & set(self.modules)):
             yield (
-                f"{idle} of {len(self.modules)} blocks did not run in this step: the plan is of the one path "
+                f"{idle} of {len(self._free)} blocks did not run in this step: the plan is of the one path "
                 "that was drawn (layer drop). They get what a block of their class has that keeps least. A "
                 "step in which more of them run has a higher peak."
             )
         elif any(self.source.drew):
             yield "The model draws numbers of Python's random: the plan is of the one path that was drawn."
-        if self.chosen is not self.plain and any(graph.joint.written_later for graph in self.step.graphs):
-            yield (
-                "Blocks write beside values that their backward reads, as the kernel of a GRU does: copies "
-                "of these are not all counted, and the step may take up to a sixth more."
-            )
 
     def settled(self) -> dict[str, Policy | None]:
         """Carry the choice out: the policies of the blocks, by their names."""
         assert self.chosen is not None
         made = _policies(self.portfolio, self.chosen)
         found: dict[str, Policy | None] = {}
-        for name, module in self.modules.items():
+        for name, module in self._free.items():
             if module in made or self.chosen is self.plain:
                 found[name] = made.get(module)
             else:
                 found[name] = self._of_its_class(module, made, self.chosen)
-        for name, module in self.modules.items():
+        for name, module in self._free.items():
             settings = nn.settings_of(module) or {}
             nn.remove_from(module)
             if (policy := found[name]) is not None:

@@ -13,7 +13,7 @@ from remat.plan.model import pieces_within
 from remat.plan.plans import Plan
 from remat.plan.solve import INF, Solved, complete, keep_all, margin_of
 from remat.plan.step import WholeStep
-from remat.policies import Policy, save_nothing
+from remat.policies import Policy, save_everything, save_nothing
 from remat.transforms import RematError
 
 # So often the search is asked; and what part of a limit is too little to ask again.
@@ -59,6 +59,9 @@ class Portfolio:
         need = problem.need.union(every.problem(self.model).need.intersection(made))
         shapes = every.places(every.joint.shapes)
         for name, policy in self.policies.items():
+            if policy == save_everything:
+                found.append(Ready(**vars(measure.plain()), name=name))  # there is no region then
+                continue
             kept = saved_by(policy, graph, problem) | graph.joint.decisions
             # A policy does not keep what is free because it counts elsewhere.
             size = [INF if v in made and v not in kept else s for v, s in enumerate(problem.size)]

@@ -32,6 +32,7 @@ from remat.plan.solve import (
 )
 from remat.policies import Policy
 from remat.transforms import RematError
+from remat.transforms.entry import under_hooks
 
 
 @keywords_apart
@@ -61,7 +62,8 @@ def plan_regions(
     if not graphs:
         raise RematError(
             "remat.fit found no region to plan: wrap the blocks of the model as "
-            "remat(block, policy=checkpoint_policy(budget=0.5)); their budgets give way to the common one."
+            "remat(block, policy=checkpoint_policy(budget=0.5)); their budgets give way to the common one. "
+            "Under saved-tensor hooks, such as torch's checkpoint has, regions keep their own."
         )
     if not any(graph.joint.gradients for _, graph in graphs):
         graphs[0][1].check_differentiated(graphs[0][0])
@@ -241,8 +243,9 @@ def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, 
     regions = Regions(plans_by_budget)
 
     def note(region: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, None]:
-        regions.note(region, graph_of(region, args, kwargs))
-        return True, None
+        if free := not under_hooks():
+            regions.note(region, graph_of(region, args, kwargs))
+        return free, None
 
     with looking(fn, args, kwargs), handling(note):
         try:

@@ -11,7 +11,7 @@ counts. Other workspaces and allocator rounding do not, nor what lives before th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from remat.plan.graph import Graph, workspace
 from remat.plan.joint import Joint, Op, Ref
 from remat.plan.solve import Solution
-from remat.transforms import RematError, traits
+from remat.transforms import RematError, traits, tree_leaves
 
 T = TypeVar("T")
 _aten = torch.ops.aten
@@ -82,7 +82,10 @@ def simulated(
         anew: so they are, but the buffers are gradients of one other call: see `summed_anew`.
         stays: what is kept goes with the region's backward, not as it is read.
     """
-    joint, order = graph.joint, backward_order(graph, saved, replayed, compiled)
+    joint, before, order = graph.joint, graph.ops, backward_order(graph, saved, replayed, compiled)
+    start = kept
+    if replayed and not compiled:
+        joint, before, order, start = _copied(graph, kept, replayed, order)
     results = {joint.values[v].storage for v in joint.results}
     begun = [v.storage for v in joint.values if v.origin == "tangent"]
     tangents = {*begun} - {s for at, s in enumerate(begun) if at in lent}
@@ -90,15 +93,14 @@ def simulated(
     if accumulating:
         ended, left = ended - left, set()
     read = joint.held_by_nodes
-    forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
-    forever = ended | kept if stays else ended
-    start = kept | tangents | (_allocated(graph, saved) & graph.returned & read)
+    forward = live_bytes(joint, before, start=set(), forever=start | results)
+    forever = ended | start if stays else ended
+    start = start | tangents | (_allocated(graph, saved) & graph.returned & read)
     sums = summed_anew(joint) if anew else {}
     # What runs again is another tensor.
     pinned = {s: joint.ops[at] for s, at in joint.pinned if s not in kept and not compiled}
     options = {"nodes": not compiled, "beside": sums, "pinned": pinned}
     backward = live_bytes(joint, order, start=start, forever=forever, **options)
-    backward += sum(joint.values[v].bytes for v, at in joint.written_later if at in replayed)
     inputs = size - sum(joint.storages[s] for s in kept)
     size += sum(joint.storages[s] for s in pinned)
     return Profile(size, forward + inputs, backward + inputs, sum(joint.storages[s] for s in left))
@@ -113,6 +115,64 @@ def backward_order(graph: Graph, saved: Set[int], replayed: Set[int], compiled: 
         return [*joint.backward[:first], *again, *joint.backward[first:]]
     there = {o for k in saved if k < len(ops) for o in ops[k].outputs}
     return compiled_order(joint, there, range(len(ops), len(joint.ops)))
+
+
+def _copied(
+    graph: Graph, kept: set[int], replayed: Set[int], order: list[Op]
+) -> tuple[Joint, Sequence[Op], list[Op], set[int]]:
+    """What an eager engine runs where a region writes in place: the graph with the copies that it makes, the
+    ops of its forward, those of its backward, and the storages that it keeps.
+
+    What is kept is copied before the forward writes over it, and what runs again writes over a copy of that.
+    What nodes have saved is copied before what runs again writes over it.
+    """
+    joint, count = graph.joint, len(graph.ops)
+    again = [k for k in sorted(replayed) if k < count]
+    ran, first = set(again), _first_reader(joint)
+    values, storages = list(joint.values), list(joint.storages)
+
+    def other(v: int, size: int) -> int:
+        values.append(replace(values[v], storage=len(storages)))
+        storages.append(size)
+        return len(values) - 1
+
+    # By position: what is copied right before an op, in the forward and when it runs again.
+    early, late, start = dict[int, list[Op]](), dict[int, list[Op]](), set(kept)
+    for s in kept & joint.writers.keys():
+        at = joint.owner[s]
+        if later := [k for k in joint.writers[s] if k > at]:
+            v = joint.family[s][0]
+            own = other(v, storages[s])
+            start = start - {s} | {values[own].storage}
+            early.setdefault(later[0], []).append(_copy(v, own))
+            late.setdefault(at, []).append(_copy(own, v))
+    # Each node has a copy of its own.
+    saved: dict[tuple[int, int], int] = {}
+    for v, packed, node in joint.packed:
+        written = joint.writers.get(values[v].storage, ()) if v not in joint.shapes else ()
+        if later := [k for k in written if k >= packed and k in ran]:
+            saved[v, node] = other(v, values[v].bytes)
+            late.setdefault(later[0], []).append(_copy(v, saved[v, node]))
+    if not early and not late:
+        return joint, graph.ops, order, kept
+    ops = [op if op.forward else _reading(op, saved) for op in joint.ops]
+    made = replace(joint, values=tuple(values), storages=tuple(storages), ops=tuple(ops))
+    forward = [one for k, op in enumerate(graph.ops) for one in (*early.get(k, ()), op)]
+    rest = sorted({*again, *late})
+    between = [one for k in rest for one in (*late.get(k, ()), *([ops[k]] if k in ran else ()))]
+    return made, forward, [*ops[count : count + first], *between, *ops[count + first :]], start
+
+
+def _copy(of: int, to: int) -> Op:
+    return Op(_aten.clone.default, (Ref(of),), {}, (of,), (to,), (), True, "")
+
+
+def _reading(op: Op, copies: Mapping[tuple[int, int], int]) -> Op:
+    """An op of the backward that is given copies of what it reads; nothing has written over these."""
+    if copies.keys().isdisjoint((v, op.node) for v in op.reads):
+        return op
+    given = {ref.id for ref in tree_leaves((op.args, op.kwargs)) if isinstance(ref, Ref)}
+    return replace(op, reads=tuple([copies.get((v, op.node), v) for v in op.reads if v in given]))
 
 
 def _first_reader(joint: Joint) -> int:

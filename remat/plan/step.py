@@ -57,6 +57,8 @@ class WholeStep:
         shards: devices that share weights and gradients. A region's weights are whole while it runs, and
             those of the next one; those outside of regions always are.
         beside: regions that read the gradients of their results after these went into a sum, which is new.
+        theirs: functions, or the modules whose forwards they are, that are called under saved-tensor hooks:
+            what these keep counts outside, as it is.
         ran: whether it ran with data. Then other calls may run other ops: plans by position are no choice.
     """
 
@@ -69,6 +71,7 @@ class WholeStep:
     accumulating: bool = False
     shards: int = 1
     beside: frozenset[int] = frozenset()
+    theirs: tuple[Any, ...] = ()
     ran: bool = False
 
     def deciding_again(self) -> WholeStep | None:
@@ -259,7 +262,7 @@ def step_of(
         if regions.narrowed(outside):
             # Results that nobody differentiates have no backward: another record begins with the others.
             outside = regions.around(fn, args, keywords)
-    return _whole(regions.found, outside, traced, accumulating, shards)
+    return _whole(regions, outside, traced, accumulating, shards)
 
 
 def ran_step_of(
@@ -279,12 +282,12 @@ def ran_step_of(
     regions = RanRegions(wanted)
     with planned_for(device), looked_at(fn, args, kwargs, ops=False), regions.meeting():
         outside, _ = record_run(fn, args, dict(kwargs))
-    return replace(_whole(regions.found, outside, len(regions.found), accumulating, shards), ran=True)
+    return replace(_whole(regions, outside, len(regions.found), accumulating, shards), ran=True)
 
 
-def _whole(found: Sequence[Met], outside: Joint, traced: int, accumulating: bool, shards: int) -> WholeStep:
+def _whole(regions: Regions, outside: Joint, traced: int, accumulating: bool, shards: int) -> WholeStep:
     """A step of these regions, and of what is outside of them."""
-    storages = list(outside.storages)
+    found, storages = regions.found, list(outside.storages)
     for met, hole in zip(found, outside.holes, strict=False):
         # What autograd keeps for a result that nobody uses goes with it.
         places, size = met.gone
@@ -323,6 +326,7 @@ def _whole(found: Sequence[Met], outside: Joint, traced: int, accumulating: bool
         owners=tuple(met.owner for met in found),
         outside=outside,
         shared=shared,
+        theirs=tuple(regions.theirs),
         traced=traced,
         accumulating=accumulating,
         shards=shards,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat import RematError
@@ -285,6 +286,33 @@ class Storing(Attention):
         q, k, v = (t.view(b, n, 2, 2 * w).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         self.weights = (q @ k.transpose(-1, -2)).softmax(-1)
         return x + self.out((self.weights @ v).transpose(1, 2).reshape(b, n, -1))
+
+
+class Gru(nn.Module):
+    """Its kernel writes into parts of a product beside those that are saved: what runs again copies these."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(32, 32)
+
+    def forward(self, x):
+        return x + self.rnn(x)[0]
+
+
+class Checkpointed(nn.Module):
+    """Torch's checkpoint is around every other block."""
+
+    def __init__(self, step=2):
+        super().__init__()
+        self.blocks, self.step = nn.ModuleList(FeedForward(32) for _ in range(4)), step
+
+    def forward(self, x):
+        for at, block in enumerate(self.blocks):
+            if at % self.step:  # with 1 none is free
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+        return x.square().mean()
 
 
 @dataclass
@@ -796,6 +824,8 @@ KINDS = {
     "autocast": (lambda: Cast(FeedForward), 0.001),
     "a loss": (lambda: Compared(FeedForward), 0.001),
     "rearranged": (lambda: HandingOn(Rearranged), 0.001),
+    "written beside": (lambda: Row(Gru), 0.003),
+    "checkpointed": (Checkpointed, 0.001),
 }
 
 
@@ -823,6 +853,20 @@ class Filtered(FeedForward):
         wide = x.repeat(1, 1, 8)
         wide = torch.fft.irfft(torch.fft.rfft(wide, dim=1), n=x.shape[1], dim=1)
         return x + self.net(wide.view(*x.shape[:2], 8, 32).mean(2))
+
+
+class Spectral(nn.Module):
+    """Products of complex numbers, whose conjugates are copied, as in neural operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32, 6, dtype=torch.cfloat) / 32)
+        self.lin = nn.Linear(32, 32)
+
+    def forward(self, x):
+        parts = torch.fft.rfft(x.transpose(1, 2))
+        mixed = F.pad(torch.einsum("bim,iom->bom", parts[..., :6], self.weight), (0, 7))
+        return x + F.gelu(torch.fft.irfft(mixed, n=x.shape[1]).transpose(1, 2) + self.lin(x))
 
 
 class Depthwise(nn.Module):
@@ -869,7 +913,7 @@ class Recurrent(FeedForward):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Neighbours, Filtered, Depthwise, Strided, Halves, Recurrent])
+@pytest.mark.parametrize("kind", [Neighbours, Filtered, Spectral, Depthwise, Strided, Halves, Recurrent])
 def test_what_kernels_take_is_part_of_a_peak(kind):
     torch.manual_seed(0)
     model, x = Row(kind), torch.randn(4, 24, 32)
@@ -976,6 +1020,28 @@ def test_layer_drop_is_reported_and_all_blocks_are_made_regions():
     idle = [name for name in ("layers.0", "layers.3") if name not in done.applied]
     assert len(idle) <= 1
     assert "the one path" not in str(remat.fit(Pairs(), torch.randn(4, 8, 32), peak="1GiB"))
+
+
+def test_blocks_under_torchs_checkpoint_stay_as_they_are_and_are_told_of():
+    x = torch.randn(4, 24, 32)
+    done = remat.fit(Checkpointed(), x, budget=0.5)
+    assert done.applied == ("blocks.1", "blocks.3") and "2 of 4 blocks run under saved-tensor" in str(done)
+    with pytest.raises(RematError, match=r"4 of 4 blocks run under .*checkpoint.* Turn that off"):
+        remat.fit(Checkpointed(1), x, peak="300KiB")
+    model = Checkpointed()
+    blocks = [remat.remat(block, policy=remat.checkpoint_policy(budget=0.5)) for block in model.blocks]
+
+    def loss(x):
+        x = checkpoint(blocks[0], x, use_reentrant=False)
+        return blocks[1](x).sum()
+
+    planned = remat.fit(loss, x, budget=0.5)
+    assert len(planned.regions) == 1
+    loss(x).backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    planned(x).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
 
 
 def test_the_report_names_layers():

@@ -15,7 +15,8 @@ from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph
 from remat.plan.joint import Joint, Shell, left_out, record, shell_of, tensors_given
 from remat.policies import Policy
-from remat.transforms.compat import in_transform
+from remat.transforms.compat import in_transform, running_node
+from remat.transforms.entry import under_hooks
 
 # Under this a graph remembers what calls of its kind return.
 _SHELL = "what calls return"
@@ -46,11 +47,14 @@ class Regions:
         found: in the order of the calls.
         present: for each the places of results that gradients come back for, and of those that go before
             the backward, and how these gradients lie, once that is known.
+        theirs: the functions of regions under saved-tensor hooks, such as those of torch's checkpoint, or
+            that a backward calls: what they keep, others decide.
     """
 
     wanted: Callable[[Policy], bool]
     found: list[Met] = field(default_factory=list)
     present: list[tuple[Any, ...] | None] = field(default_factory=list)
+    theirs: list[Any] = field(default_factory=list)
     _graphs: dict[int, Graph] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -65,6 +69,9 @@ class Regions:
         if in_transform() or not self.wanted(policy) or not torch.is_grad_enabled():
             return None
         with standing_for(None):
+            if under_hooks() or running_node() is not None:
+                self.theirs.append(_owner(fn))
+                return (fn(*args, **kwargs),)
             return (self._result(fn, args, kwargs),)
 
     def _result(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,7 +121,7 @@ class Regions:
         gone: tuple[tuple[int, ...], int] = ((), 0),
     ) -> Met:
         """Add a region."""
-        owner = getattr(fn, "__self__", fn)
+        owner = _owner(fn)
         name = getattr(fn, "__name__", None) or type(fn).__name__
         met = Met(name, graph, owner if isinstance(owner, torch.nn.Module) else None, graded, gone)
         self.found.append(met)
@@ -125,6 +132,10 @@ class Regions:
         graph = graph_of(fn, args, kwargs)
         self._graphs[id(graph)] = graph
         return graph
+
+
+def _owner(fn: Callable[..., Any]) -> Any:
+    return getattr(fn, "__self__", fn)
 
 
 def _from(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from remat.plan.graph import CostModel, Graph
@@ -75,15 +76,15 @@ class Measure:
 
     def stage(self) -> Stage:
         """The stage of a chain that the graph is of."""
-        choices, plain = self.choices(), self._plain()
+        choices = self.choices()
         storages, saved = self.graph.joint.storages, choices[0].saved
         return Stage(
             choices=choices,
-            plain=Choice(frozenset(), 0.0, 0.0, plain.kept, plain.forward, plain.backward),
+            plain=self.plain(),
             whole=sum(c for c in self.problem.cost if c < INF),
             flops=sum(self.graph.flops),
             input=choices[0].kept - sum(storages[s] for s in fresh(self.graph, saved)),
-            gradients=plain.gradients,
+            gradients=self._plain.gradients,
         )
 
     def choices(self) -> tuple[Choice, ...]:
@@ -107,8 +108,13 @@ class Measure:
         flops = sum(self.graph.flops[k] for k in solution.replayed if k < len(self.graph.ops))
         return Choice(solution.saved, solution.cost, flops, live.kept, live.forward, live.backward)
 
-    def _plain(self) -> Profile:
+    def plain(self) -> Choice:
         """What autograd takes without a region."""
+        live = self._plain
+        return Choice(frozenset(), 0.0, 0.0, live.kept, live.forward, live.backward)
+
+    @cached_property
+    def _plain(self) -> Profile:
         graph, joint = self.graph, self.graph.joint
         kept = {s for s in joint.held_by_nodes if joint.owner[s] >= 0} - graph.elsewhere
         every = frozenset(range(len(graph.ops)))

@@ -17,7 +17,7 @@ from remat.transforms.compat import profiling
 
 # What libraries do inside of these depends on shapes, strides, threads and the processor.
 _LIBRARIES = ("aten.convolution", "aten._fft_", "aten.mkldnn_rnn_layer")
-# (Of half precision.)
+# (Of half precision, and of complex numbers.)
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 # Larger ones are not run to find that out.
@@ -28,8 +28,8 @@ _seen: BoundedCache[str, int] = BoundedCache(4096)
 def workspace(joint: Joint, op: Op) -> int:
     """Bytes that live while an op runs, besides what it reads and makes.
 
-    Convolutions, Fourier transforms, LSTMs and products in half precision of a CPU are run once, on tensors
-    of the same sizes, unless they are large. On a GPU, and of large ones, it is computed.
+    Convolutions, Fourier transforms, LSTMs and products of a CPU that are not in plain floats are run once,
+    on tensors of the same sizes, unless they are large. On a GPU, and of large ones, it is computed.
     """
     values = joint.values
     made = [values[one] for one in op.outputs]
@@ -37,8 +37,8 @@ def workspace(joint: Joint, op: Op) -> int:
     if (joint.target if kind == "meta" else kind) != "cpu":
         given = [values[one.id] if isinstance(one, Ref) else one for one in op.args]
         return gpu_workspace(op.target, given, made)
-    half = bool(made) and made[0].dtype in (torch.bfloat16, torch.float16)
-    if not op.name.startswith((*_LIBRARIES, *_PRODUCTS) if half else _LIBRARIES):
+    plain = not made or made[0].dtype in (torch.float32, torch.float64)
+    if not op.name.startswith(_LIBRARIES if plain else (*_LIBRARIES, *_PRODUCTS)):
         return 0
     size = sum(values[v].bytes for v in (*op.reads, *op.outputs))
     if kind == "cpu" and size <= _BYTES and flops_of(joint, op) <= _FLOPS:

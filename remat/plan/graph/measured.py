@@ -69,7 +69,7 @@ class Measured:
 def described(joint: Joint, ref: Ref) -> str:
     """A value in words that tell its kernels apart."""
     value = joint.values[ref.id]
-    return f"{value.dtype}{value.shape}{value.stride}"
+    return f"{value.dtype}{value.shape}{value.stride}{'conjugate' if value.conjugate else ''}"
 
 
 def tensor_like(joint: Joint, ref: Ref, device: str) -> torch.Tensor:
@@ -77,7 +77,8 @@ def tensor_like(joint: Joint, ref: Ref, device: str) -> torch.Tensor:
     value = joint.values[ref.id]
     made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
     # Zeros are valid indices and fast to make, but too kind to some kernels: floats get ordinary numbers.
-    return made.normal_() if value.dtype.is_floating_point and 0 not in value.stride else made.zero_()
+    made = made.normal_() if value.dtype.is_floating_point and 0 not in value.stride else made.zero_()
+    return made.conj() if value.conjugate else made
 
 
 @functools.lru_cache(maxsize=8)

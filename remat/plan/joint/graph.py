@@ -86,6 +86,7 @@ class JointRecorder(Packing, DispatchMode):
         self.shapes = frozenset[int]()
         # Which node each value was saved for, counted from the first of the forward.
         self.owners: list[tuple[int, int]] = []
+        self.packed: list[tuple[int, int, int]] = []
         # A region that is met while the model around it is recorded will run as that does.
         outer = around.get()
         self.on_memory = memory_is_real() if outer is None else outer.on_memory
@@ -129,9 +130,8 @@ class JointRecorder(Packing, DispatchMode):
                 self.storages.append(whole if whole >= 0 else max(owned, least))
                 self._kept.append(held)
         stride = tuple(map(at_hand, tensor.stride())) if tensor.layout == torch.strided else ()
-        self.values.append(
-            Value(sizes_of(tensor), tensor.dtype, tensor.device, stride, self._storage[key], producer, origin)
-        )
+        lies = stride, self._storage[key], producer, origin, tensor.is_conj()
+        self.values.append(Value(sizes_of(tensor), tensor.dtype, tensor.device, *lies))
         return self.same(tensor, len(self.values) - 1)
 
     @contextlib.contextmanager
@@ -215,6 +215,7 @@ class JointRecorder(Packing, DispatchMode):
         self.saved[number] = None
         owner = next_node() - 1 if self.owner is None else self.owner
         self.owners.append((owner - self.start, number))
+        self.packed.append((number, len(self.ops), owner))
         # Whose the other handle is tells whether Python holds the tensor, too.
         with self.lives.keeping():
             return super().pack(tensor)
@@ -356,6 +357,7 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...]) -> Joint:
         values=tuple(recorder.values),
         storages=tuple(recorder.storages),
         saved=tuple(recorder.saved),
+        packed=tuple([one for one in recorder.packed if one[0] in recorder.saved]),
         results=results,
         made=recorder.made,
         shapes=recorder.shapes,

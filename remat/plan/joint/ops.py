@@ -29,6 +29,7 @@ class Value:
         origin: "op", "argument", "parameter" (held by somebody else: `nn.Parameter`, captured, or a leaf
             inside a container argument), "elsewhere" (an argument that others hold), "leaf" (one that is a
             leaf, which the graph holds to its end) or "tangent".
+        conjugate: whether its numbers are the conjugates of those in its memory.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class Value:
     storage: int
     producer: int
     origin: str
+    conjugate: bool = False
 
     @property
     def bytes(self) -> int:
@@ -134,6 +136,7 @@ class Joint:
         values: every tensor seen.
         storages: bytes of each storage.
         saved: values that autograd packed for the backward, in order, without repetition.
+        packed: of each time that it did the value, how many ops had run, and the number of the node.
         results: the function's tensor outputs.
         pinned: storages that nodes of transforms of torch.func inside hold, which take no hooks, each with
             the last op while one does. They are there whatever a region keeps.
@@ -162,6 +165,7 @@ class Joint:
     differentiated: tuple[int, ...] = ()
     holes: tuple[Hole, ...] = ()
     pinned: tuple[tuple[int, int], ...] = ()
+    packed: tuple[tuple[int, int, int], ...] = field(default=(), compare=False)
     made: tuple[int, ...] = ()
     shapes: frozenset[int] = frozenset()
     held: tuple[int, ...] = field(default=(), compare=False)
@@ -198,12 +202,14 @@ class Joint:
         return frozenset([*[self.values[v].storage for v in self.saved], *dict(self.pinned)])
 
     @functools.cached_property
-    def written_later(self) -> tuple[tuple[int, int], ...]:
-        """Saved values whose memory a later op of the forward writes, with that op: an engine that runs it
-        again makes a copy before. (The kernel of a GRU writes parts of a product beside those it saves.)"""
-        last = {self.values[v].storage: at for at, op in enumerate(self.forward) for v in op.mutates}
-        saved = [(v, self.values[v].producer, last.get(self.values[v].storage, -1)) for v in self.saved]
-        return tuple([(v, at) for v, maker, at in saved if 0 <= maker < at])
+    def writers(self) -> dict[int, list[int]]:
+        """The ops of the forward that write over each storage. (The kernel of a GRU writes parts of a product
+        beside those that are saved.)"""
+        found: dict[int, list[int]] = {}
+        for at, op in enumerate(self.forward):
+            for s in {self.values[v].storage for v in op.mutates}:
+                found.setdefault(s, []).append(at)
+        return found
 
     @functools.cached_property
     def decisions(self) -> frozenset[int]:

@@ -99,15 +99,15 @@ class ModelPlan:
 
         def hand_out(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Plan | None]:
             nonlocal waiting
+            if under_hooks():
+                # Such as torch's checkpoint run it again, perhaps after this call: by its own budget.
+                return False, None
             plan = next(waiting, None)
             self._traced[0] |= is_tracing()
             if plan is None and is_tracing():
                 # A compiler looks at a graph more than once.
                 waiting = iter(self.regions)
                 plan = next(waiting, None)
-            if under_hooks():
-                # Such as torch's checkpoint run it again, perhaps after this call: by its own budget.
-                return False, None
             if plan is None:
                 raise RematError(
                     f"A region beyond the {len(self.regions)} planned ones is called: plan the model anew."
