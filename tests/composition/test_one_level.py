@@ -25,7 +25,7 @@ from remat import (
     save_names,
     save_nothing,
 )
-from tests.helpers import LiveBytes, crossed, rand
+from tests.helpers import LiveBytes, crossed, rand, unseen
 
 W, X, XS, WS = rand(6, 6), rand(4, 6, seed=1), rand(3, 4, 6, seed=2), rand(3, 6, 6, seed=3)
 ONES = torch.ones(4, 6, dtype=torch.float64)
@@ -233,3 +233,50 @@ def test_parameters_that_are_frozen_and_trained_in_turns() -> None:
 
     for trained in (False, False, True, True, False, True):
         torch.testing.assert_close(step(region, trained), step(lambda x: net(x) * x, trained))
+
+
+LAZY: dict[str, Callable[[Tensor], Tensor]] = {
+    "penalty": lambda a: torch.autograd.grad(a.sin().exp().sum(), a, create_graph=True)[0] * a,
+    "past torch": lambda a: a + unseen(a.detach()),
+    "data": lambda a: a + replaced(a),
+}
+
+
+def replaced(a: Tensor) -> Tensor:
+    other = a.detach() * 1
+    other.data = other.data.sin()
+    return other
+
+
+@pytest.mark.parametrize("way", ["grad", "jvp(grad)"])
+@pytest.mark.parametrize("what", LAZY)
+def test_what_only_a_later_call_does_happens_once(what: str, way: str) -> None:
+    """A frame that follows an earlier call has not noted what the function is about to change."""
+
+    def found(region: Any) -> list[Any]:
+        calls, seen = [0], rand(4, 6)
+
+        def fn(a: Tensor) -> Tensor:
+            nonlocal seen
+            calls.append(len(calls))
+            seen = seen + 1
+            a = a * torch.rand_like(a)
+            return (LAZY[what](a) if len(calls) == 4 else a).exp()
+
+        torch.manual_seed(0)
+        remembered = region(fn)
+        over = grad(lambda x: remembered(x).sum())
+        run = over if way == "grad" else lambda x: jvp(over, (x,), (x,))[1]
+        results = []
+        for _ in range(3):
+            state = torch.get_rng_state()
+            try:
+                results.append((run(X).tolist(), calls[:], seen.tolist()))
+            except RematError:  # torch refuses it, too
+                assert what != "penalty" and torch.equal(torch.get_rng_state(), state)
+                results.append(None)
+            except RuntimeError:
+                results.append(None)
+        return results[: 3 if what == "penalty" else 2] + [len(results)]
+
+    assert found(remat) == found(lambda f: f)

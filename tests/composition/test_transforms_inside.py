@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.func import grad, hessian, jacrev, vjp, vmap
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat, save_nothing, save_ops
@@ -102,3 +102,30 @@ def test_a_write_after_a_transform_is_refused_as_without_remat():
         x = X.clone().requires_grad_()
         with pytest.raises(RuntimeError, match="inplace operation"):
             torch.autograd.grad(function(x).sum(), (x, LEARNT))
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["given", "batched"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: lambda a, b: b,
+        lambda x: lambda a, b: x,
+        lambda x: lambda a, b: a.sin() * b * x.cos(),
+        lambda x: lambda a, b: a * (2.0 if b is x else 3.0),
+    ],
+    ids=["argument", "captured", "both", "by identity"],
+)
+def test_a_region_under_jvp_in_a_region_that_captures(make, captured):
+    """What the outer one captures is of levels that are not there when the primitive runs it below them."""
+
+    def found(region):
+        def loss(x):
+            def outer(a):
+                given = x if captured else a
+                return jvp(lambda z: region(make(x))(z, given), (x,), (x,))[1].sin()
+
+            return (vmap(region(outer))(torch.stack([x, 2 * x])).sum(0) * x).sum()
+
+        return grad(lambda x: (grad(loss)(x) * x).sum())(X)
+
+    same(found(remat), found(lambda f: f))

@@ -169,15 +169,15 @@ class PythonState:
         reach = [value for value in reach if id(value) not in apart]
         parts = parts_of(reach)
         tables = [t for part in parts for t in tables_of(part)] + [attributes(v) for v in (*parts, *reach)]
-        found: list[Any] = [*tables, *[v for v in reach if container_of(v) in _FILLED]]
-        self.whole = [(v, _FILLED[base].copy(v)) for v in found if (base := container_of(v)) is not None]
+        found = [*tables, *[v for v in reach if container_of(v) in (dict, list, set, deque)]]
+        self.whole = [(v, _filling(v)) for v in found if v is not None]
         self.single = [(h, k, _held(h, k, MISSING)) for h, keys in variables(reach, parts) for k in keys]
 
     def restore_state(self) -> None:
         """Let them hold that again."""
         for value, before in self.whole:
             base: Any = container_of(value)
-            now = base.copy(value)
+            now = _filling(value)
             if base is dict:
                 pairs = [(key, before.get(key, MISSING)) for key in now | before]
                 hold([(value, key, was) for key, was in pairs if now.get(key, MISSING) is not was])
@@ -188,7 +188,11 @@ class PythonState:
 
 
 _OF_THREADS = ("threading", "queue", "_queue", "asyncio", "concurrent", "multiprocessing", "logging")
-_FILLED: dict[type, Any] = {kind: kind for kind in (dict, list, set, deque)}
+
+
+def _filling(value: Any) -> Any:
+    # (Of a subclass that iterates in its own way `dict.copy` asks that.)
+    return dict(dict.items(value)) if container_of(value) is dict else items(value)
 
 
 def _is_sharded(value: Any) -> bool:

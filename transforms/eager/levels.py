@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from remat.transforms.closure import Bindings
+from remat.transforms.closure import Bindings, PythonState, as_operands
 from remat.transforms.compat import (
     GRAD,
     JVP,
@@ -57,6 +57,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import active, node_of, untracked
 from remat.transforms.eager.frame import Frame
 from remat.transforms.eager.inputs import Inputs
+from remat.transforms.eager.settle import early_value
 from remat.transforms.errors import RematError, overwritten
 from remat.transforms.ops import lies, version_of
 from remat.transforms.pytree import flatten, split
@@ -120,6 +121,8 @@ class LevelInputs(Inputs):
 
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], level: int) -> None:
         super().__init__(region, args, kwargs)
+        if active.swaps:  # what a region around captures may be of levels that are not there
+            self.tensors = as_operands(self.tensors)
         self.level = level
         numbers = [one.level() for one in level_stack() or () if one.key() == JVP]
         self.forward = {number: wrap_for_grad(_PROBE, number) for number in numbers}
@@ -148,10 +151,9 @@ class LevelInputs(Inputs):
 
     def note_world(self, reach: Any) -> None:
         """Note what a forward changes that may turn out to be the primitive's."""
-        self.undo = (
-            Bindings(reach, states=True, bound=not self.ambient.captured),
-            RandomState(self.tensors, own=reach),
-        )
+        # Who has registered state of their own puts it back: what their objects hold is theirs.
+        held = Bindings(reach, states=True) if self.ambient.captured else PythonState(reach)
+        self.undo = held, RandomState(self.tensors, own=reach)
 
     def restore_state(self, recorder: Recorder | None) -> None:
         """Let the world be as it was before the forward that `recorder` has watched."""
@@ -227,7 +229,10 @@ class LevelFrame(Frame):
 
     def _see(self, out: Any) -> list[torch.Tensor]:
         """Note the results as the level sees them; what lies below all levels."""
-        results, forward = split(flatten(out)[0])[0], self.inputs.forward
+        results, forward = (
+            split(flatten(as_operands(out) if active.swaps else out)[0])[0],
+            self.inputs.forward,
+        )
         if forward:
             parts = [untracked(parts_of, t, forward) for t in results]
             results, bottoms = (
@@ -331,7 +336,7 @@ class LevelFrame(Frame):
             with below_levels():
                 values = [super().unpack(at)]
         dead = is_dead(self.probe)
-        if not (dead or self.whole) and torch.is_grad_enabled() and task != -1:
+        if not (dead or self.whole or self.recorder) and torch.is_grad_enabled() and task != -1:
             if task != self.pass_of_func and in_pass_of_func():
                 self.pass_of_func = task
             if task != self.pass_of_func:
@@ -390,9 +395,12 @@ class LevelFrame(Frame):
         return value
 
     def _early(self, at: Any) -> torch.Tensor:
-        """What a backward inside the forward reads: then all is held, and later calls take the primitive."""
+        """What a backward inside the forward reads: then all is held, and later calls take the primitive. A
+        call that has followed an earlier one until then makes it again."""
         if self.saved is None:
-            raise Unserved
+            assert self.recorder is not None
+            with below_levels():
+                return early_value(self, at if type(at) is int else at.at, self.recorder)
         self.whole = self.region.cache.differentiates = True
         tensor, version = self.saved[at if type(at) is int else at.at]
         if version_of(tensor) != version:

@@ -82,7 +82,7 @@ from remat.transforms.eager import (
 from remat.transforms.errors import RematError, carried, changing
 from remat.transforms.functorch import Aliasing, Family, Prim, World, call
 from remat.transforms.intermediates import Mirrors, current
-from remat.transforms.objects import is_tensor
+from remat.transforms.objects import is_a, is_module, is_tensor, modules_in
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Region
 from remat.transforms.state import (
@@ -303,7 +303,9 @@ def _run_leveled(
         if below or (level and _reads_trained(region.function, reach)):
             return _run_primitive(region, args, kwargs)
         inputs.note_world(reach)
-        if level == NOTHING_REVERSED and inputs.undo[0].scripts is not None:
+        if level == NOTHING_REVERSED and any(
+            [is_a(part, torch.jit.ScriptModule) for part in modules_in(*filter(is_module, reach))]
+        ):
             region.cache.unframed = True  # optimized TorchScript takes no batches, and there are none below
             return _run_primitive(region, args, kwargs)
     frame = LevelFrame(inputs)
@@ -318,6 +320,13 @@ def _run_leveled(
             region.traces.pop(key, None)
             return _run_leveled(region, args, kwargs, None, level)
         region.cache.unframed = True
+        if known is not None:
+            raise RematError(
+                f"region {region.name!r} does in this call, under torch.func, what its calls before did not: "
+                "it fills memory past torch, gives a tensor other data, or reads what is trained outside of "
+                "the transform. What its Python has done until there cannot be undone. (A further call will "
+                "run it.) Give what differs a region of its own."
+            ) from None
         return _run_primitive(region, args, kwargs)
     if key is not None and (known is None or frame.tape is not known.tape):
         region.learn(key, known, frame)
