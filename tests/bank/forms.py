@@ -11,7 +11,13 @@ import torch.nn.functional as F
 
 from tests.bank import library
 from tests.bank.library import Box, Config, Frozen, Pair, R, State
-from tests.bank.program import program
+from tests.bank.program import expressions, program
+
+expressions(
+    "",
+    "nests",
+    no_rows="R(lambda x: torch.tanh(x @ m.w))(x[:0]).sum() + y * x",
+)
 
 
 @program("", "nests containers")
@@ -71,15 +77,10 @@ def keyword_arguments(m, x, y):
 def registered_containers(m, x, y):
     def body(tree, state):
         h = torch.tanh(tree["pair"].first @ tree["pair"].second) * state.hidden
-        return State(h, state.step + 1), Box([h.sin(), (tree["list"][0].value * 2,)])
+        return State(h, state.step + 1), Box([h.sin(), Pair(tree["list"][0].value * 2, None)])
 
     state, box = R(body)({"pair": Pair(x, m.w), "list": [Box(y)]}, State(y, 1))
-    return state.hidden * state.step + box.value[0] * box.value[1][0]
-
-
-@program("", "nests")
-def no_rows(m, x, y):
-    return R(lambda x: torch.tanh(x @ m.w))(x[:0]).sum() + y * x
+    return state.hidden * state.step + box.value[0] * box.value[1].first
 
 
 @program("", "nests")

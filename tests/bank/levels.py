@@ -7,11 +7,36 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vjp, vmap
+from torch.func import functional_call, grad, vjp
 
 from remat import checkpoint_name
 from tests.bank.library import LOOP, SCAN, R, Twin
-from tests.bank.program import program
+from tests.bank.program import expressions, program
+
+expressions(
+    "",
+    "nests scans captures",
+    scan_that_captures_an_argument="SCAN(lambda h: torch.tanh(h @ m.w) * x, x.cos(), 2, 1) * y",
+    scan_whose_carry_comes_to_nothing="SCAN(lambda h: F.layer_norm(x, (4,), m.scale), x, 2, 1) * y",
+)
+expressions(
+    "",
+    "nests scans",
+    loop_of_regions="LOOP(lambda h: R(lambda h: h.softmax(-1) @ m.w)(h), x, 2) * y",
+)
+expressions(
+    "",
+    "nests captures",
+    linear_of_what_lies_turned="R(lambda x: F.linear(x.t().sin().contiguous().t(), m.w.cos()))(x) * y",
+)
+expressions(
+    "",
+    "torch.func",
+    jacobian_inside="torch.func.jacrev(lambda a: (a * x[0]).sin() @ m.w)(y[0]) @ y.t().sum(1) * x",
+    forward_jacobian_inside="torch.func.jacfwd(lambda a: (a * x[0]).sin() @ m.w)(y[0]).sum(0) * x",
+    hessian_inside="torch.func.hessian(lambda a: ((a @ m.w).sin() * x[0]).sum() + a.prod())(y[0]).sum(0) * x",
+    gradients_of_rows_inside="torch.vmap(torch.func.grad(lambda a, b: (a @ m.w * b).sin().sum()))(x, y) * y",
+)
 
 
 @program("", "nests captures")
@@ -24,29 +49,9 @@ def gradient_over_regions_that_capture(m, x, y):
     return grad(lambda a: R(lambda a: R(lambda: a.sin() * a)())(a).sum())(x) * y
 
 
-@program("", "nests scans captures")
-def scan_that_captures_an_argument(m, x, y):
-    return SCAN(lambda h: torch.tanh(h @ m.w) * x, x.cos(), 2, 1) * y
-
-
-@program("", "nests scans captures")
-def scan_whose_carry_comes_to_nothing(m, x, y):
-    return SCAN(lambda h: F.layer_norm(x, (4,), m.scale), x, 2, 1) * y
-
-
 @program("", "nests scans")
 def scan_of_batch_statistics(m, x, y):
     return SCAN(lambda h: F.batch_norm(h * y, None, None, m.scale, m.scale, True), x, 2, 1)
-
-
-@program("", "nests scans")
-def loop_of_regions(m, x, y):
-    return LOOP(lambda h: R(lambda h: h.softmax(-1) @ m.w)(h), x, 2) * y
-
-
-@program("", "nests scans")
-def scan_in_a_scan(m, x, y):
-    return SCAN(lambda h: SCAN(lambda h: (h @ m.w).sin(), h, 2, 1) * y, x, 2, 1)
 
 
 @program("", "nests scans torch.func")
@@ -58,11 +63,6 @@ def gradients_in_a_scan(m, x, y):
 def product_of_a_turned_batch(m, x, y):
     """Copied or not, by whether the weight is differentiated."""
     return R(lambda x: (x.transpose(0, 1) @ m.w).sin())(x).transpose(0, 1) * y
-
-
-@program("", "nests captures")
-def linear_of_what_lies_turned(m, x, y):
-    return R(lambda x: F.linear(x.t().sin().contiguous().t(), m.w.cos()))(x) * y
 
 
 @program("", "nests")
@@ -113,28 +113,8 @@ def vjp_inside(m, x, y):
 
 
 @program("", "torch.func")
-def jacobian_inside(m, x, y):
-    return jacrev(lambda a: (a * x[0]).sin() @ m.w)(y[0]) @ y.t().sum(1) * x
-
-
-@program("", "torch.func")
-def forward_jacobian_inside(m, x, y):
-    return jacfwd(lambda a: (a * x[0]).sin() @ m.w)(y[0]).sum(0) * x
-
-
-@program("", "torch.func")
-def hessian_inside(m, x, y):
-    return hessian(lambda a: ((a @ m.w).sin() * x[0]).sum() + a.prod())(y[0]).sum(0) * x
-
-
-@program("", "torch.func")
 def gradient_of_a_tree_inside(m, x, y):
     return grad(lambda p: (p["a"].sin() * x * p["b"][0]).sum())({"a": y, "b": [x @ m.w]})["b"][0] * y
-
-
-@program("", "torch.func")
-def gradients_of_rows_inside(m, x, y):
-    return vmap(grad(lambda a, b: (a @ m.w * b).sin().sum()))(x, y) * y
 
 
 @program("", "nests torch.func captures")
@@ -144,13 +124,9 @@ def gradient_of_gradient_inside(m, x, y):
 
 
 @program("", "nests captures modules")
-def module_in_a_list_of_a_partial(m, x, y):
-    return R(functools.partial(lambda nets, x: nets[0](x).sin(), [m.lin]))(x) * y
-
-
-@program("", "nests captures modules")
-def module_in_a_default(m, x, y):
-    return R(lambda x, nets={"a": m.lin}: nets["a"](x).sin())(x) * y  # noqa: B006
+def modules_in_a_partial_and_a_default(m, x, y):
+    body = lambda nets, x, more={"a": m.mlp}: more["a"](nets[0](x).sin())  # noqa: B006, E731
+    return R(functools.partial(body, [m.lin]))(x) * y
 
 
 @program("", "nests modules")
@@ -193,12 +169,6 @@ def scan_in_a_region_by_capturing(m, x, y):
     return R(lambda w, x: inner(w, x).sum(), "matmuls")(m.w, x) * y
 
 
-@program("", "nests")
-def pair_exchanged_by_a_region_inside(m, x, y):
-    first, second = R(lambda a, b: (a, b))(y, x)
-    return first * 1.5 + second * x.sin()
-
-
 @program("", "nests writes torch.func")
 def write_that_one_level_differentiates(m, x, y):
     def scaled(x, y):
@@ -209,18 +179,7 @@ def write_that_one_level_differentiates(m, x, y):
     return grad(lambda y: region(x, y).sin().sum())(y) * x
 
 
-@program("", "nests writes torch.func")
-def complex_write_that_one_level_differentiates(m, x, y):
-    def turned(x, y):
-        h = torch.view_as_complex(x.sin().view(-1, 2, 2))
-        h.mul_(1j)
-        return torch.view_as_real(h).reshape(x.shape) * y
-
-    region = R(turned)
-    return grad(lambda y: region(x, y).sin().sum())(y) * x
-
-
-@program("", "nests torch.func")
+@program("", "nests torch.func", found="double/none")
 def forces_amid_two_regions(m, x, y):
     inner = R(lambda a: (a @ m.w).sin(), "matmuls")
     forces = R(lambda a: grad(lambda a: inner(a).square().sum())(a) * a.cos(), "ops")
@@ -256,11 +215,6 @@ def columns_chosen_by_numbers(m, x, y):
     return torch.stack([x[i, j].exp() for i, j in enumerate(chosen)]).sin()[:, None] * y
 
 
-@program("", "nests")
-def two_branches_of_products(m, x, y):
-    return R(lambda a, b: (a @ m.w).cos().sin() + (b @ m.w).cos().sin(), "matmuls")(x, y)
-
-
 @program("", "nests captures torch.func")
 def product_with_a_gradient_of_a_weight(m, x, y):
     return R(lambda x: x @ grad(lambda w: w.sin().square().sum())(m.w))(x) * y
@@ -291,20 +245,16 @@ def constants_written_viewed_and_drawn(m, x, y):
 
 
 @program("", "nests scans captures")
-def scan_that_returns_what_it_captures(m, x, y):
+def loops_that_return_what_they_capture(m, x, y):
     made = x.tanh()
-    return SCAN(lambda h: made, y @ m.w, 2, 1) + SCAN(lambda h: R(lambda a, b: b)(h, made), y, 2, "all") * y
-
-
-@program("", "nests scans captures")
-def loop_that_returns_what_it_captures(m, x, y):
-    made = x.tanh()
-    return LOOP(lambda h: (h.sin(), made)[1], y @ m.w, 2) * y
+    scanned = SCAN(lambda h: made, y @ m.w, 2, 1) + SCAN(lambda h: R(lambda a, b: b)(h, made), y, 2, "all")
+    return LOOP(lambda h: (h.sin(), made)[1], scanned @ m.w, 2) * y
 
 
 @program("", "nests scans")
-def loop_in_a_scan(m, x, y):
-    return SCAN(lambda h: LOOP(lambda c: torch.tanh(c @ m.w), h, 2) * y, x, 2, 2)
+def loop_between_two_scans(m, x, y):
+    inner = lambda c: SCAN(lambda c: (c @ m.w).sin(), c, 2, 1)  # noqa: E731
+    return SCAN(lambda h: LOOP(inner, h, 2) * y, x, 2, 2)
 
 
 @program("", "nests scans names")

@@ -8,13 +8,35 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from remat import checkpoint_name
-from tests.bank.library import LOOP, SCAN, TILED, R
-from tests.bank.program import program
+from tests.bank.library import TILED, R
+from tests.bank.program import expressions, program
 
-
-@program("", "nests")
-def region_inside(m, x, y):
-    return R(lambda x: torch.tanh(x @ m.w))(x) * y
+expressions(
+    "",
+    "names nests",
+    name_in_a_region_inside="R(lambda x: checkpoint_name(torch.tanh(x @ m.w), 'h').exp(), 'names')(x) * y",
+)
+expressions(
+    "",
+    "nests writes",
+    result_written_in_place="R(lambda x: torch.tanh(x @ m.w) * 2)(x).mul_(y)",
+)
+expressions(
+    "",
+    "nests scans",
+    scan_that_keeps_all="SCAN(lambda h: torch.tanh(h @ m.w) + y, x, 3, 'all', 'matmuls')",
+    scan_of_regions="SCAN(lambda h: R(lambda h: (h @ m.w).sin())(h) * y, x, 3, 2)",
+)
+expressions(
+    "",
+    "names",
+    name_of_a_view="checkpoint_name((x @ m.w).t(), 'h').sin().t().exp()",
+)
+expressions(
+    "",
+    "nests torch.func",
+    vmap_inside_over_a_region="torch.func.vmap(R(lambda row: torch.tanh(m.w @ row)))(x) * y",
+)
 
 
 @program("", "nests")
@@ -71,30 +93,6 @@ def region_whose_result_is_unused(m, x, y):
     return kept
 
 
-@program("", "nests")
-def region_that_returns_its_argument(m, x, y):
-    same, made = R(lambda x: (x, x.exp().tanh()))(x)
-    return same * made
-
-
-@program("", "nests containers")
-def region_of_containers(m, x, y):
-    out = R(lambda tree: {"a": [tree["x"].sin(), (tree["y"] @ m.w, None)], "n": 3})({"x": x, "y": y})
-    return out["a"][0] * out["a"][1][0]
-
-
-@program("", "nests writes")
-def result_written_in_place(m, x, y):
-    return R(lambda x: torch.tanh(x @ m.w) * 2)(x).mul_(y)
-
-
-@program("", "nests writes")
-def results_of_one_memory_written(m, x, y):
-    whole, part = R(lambda x: (h := x.sin() * 2, h[:, :2]))(x)
-    part.mul_(3)
-    return whole * y
-
-
 @program("", "nests memory")
 def numpy_in_a_region_inside(m, x, y):
     def half(x):
@@ -120,11 +118,6 @@ def dropouts_in_two_regions(m, x, y):
     return half(x) + half(y)
 
 
-@program("", "nests buffers")
-def batch_norm_in_a_region_inside(m, x, y):
-    return R(lambda x: m.bn(x).relu())(x) * R(lambda y: m.bn(y).sin())(y)
-
-
 @program("", "nests stores python")
 def region_that_escapes(m, x, y):
     def body(x):
@@ -134,13 +127,7 @@ def region_that_escapes(m, x, y):
     return R(body)(x) * y
 
 
-@program("", "nests")
-def checkpoint_of_torch_around_a_region(m, x, y):
-    inner = R(lambda x: torch.tanh(x @ m.w).exp(), "matmuls")
-    return checkpoint(lambda x: inner(x).sin(), x, use_reentrant=False) * y
-
-
-@program("", "nests")
+@program("", "nests", found="vmap/matmuls")
 def checkpoints_of_torch_around_two_layers(m, x, y):
     for policy in ("matmuls", "nothing"):
         layer = R(lambda x: m.mlp(x).sin(), policy)
@@ -155,49 +142,14 @@ def attention_in_torchs_checkpoint(m, x, y):
 
 
 @program("", "nests scans")
-def scan_inside(m, x, y):
-    return SCAN(lambda h: torch.tanh(h @ m.w), x, 3, "sqrt") * y
-
-
-@program("", "nests scans")
-def scan_that_keeps_all(m, x, y):
-    return SCAN(lambda h: torch.tanh(h @ m.w) + y, x, 3, "all", "matmuls")
-
-
-@program("", "nests scans")
-def scan_of_regions(m, x, y):
-    return SCAN(lambda h: R(lambda h: (h @ m.w).sin())(h) * y, x, 3, 2)
-
-
-@program("", "nests scans")
-def loop_of_unknown_length(m, x, y):
-    return LOOP(lambda h: torch.tanh(h @ m.w), x, 2)
-
-
-@program("", "nests scans")
-def tiles_of_rows(m, x, y):
-    return TILED(lambda x, y: torch.tanh(x @ m.w) * y.cos(), x, y)
-
-
-@program("", "nests scans")
 def tiles_of_a_region(m, x, y):
     return TILED(R(lambda x, w: m.lin(x).sin() @ w, "matmuls"), x.exp(), w=m.w.cos(), tiles=3) * y
-
-
-@program("", "names nests")
-def name_in_a_region_inside(m, x, y):
-    return R(lambda x: checkpoint_name(torch.tanh(x @ m.w), "h").exp(), "names")(x) * y
 
 
 @program("", "names")
 def two_names(m, x, y):
     h = checkpoint_name((x @ m.w).sin(), "h")
     return checkpoint_name(h.exp().tanh(), "other") * y
-
-
-@program("", "names")
-def name_of_a_view(m, x, y):
-    return checkpoint_name((x @ m.w).t(), "h").sin().t().exp()
 
 
 @program("", "names containers")
@@ -215,44 +167,15 @@ def name_of_what_is_written_later(m, x, y):
 
 
 @program("", "nests captures")
-def region_of_a_method(m, x, y):
-    return R(m.mlp.forward)(x) * y
-
-
-@program("", "nests captures")
 def regions_over_a_parameter_dict(m, x, y):
     body = R(lambda p, x: torch.tanh(x @ p["up"]) @ p["down"])
     return body(dict(m.named), x) + y
 
 
-@program("", "nests inner")
+@program("", "nests inner", found="counted/but_names")
 def forces_of_a_region(m, x, y):
     with torch.enable_grad():
         leaf = x if x.requires_grad else x.detach().requires_grad_()
         energy = R(lambda x: torch.tanh(x @ m.w).square())(leaf).sum()
         force = torch.autograd.grad(energy, leaf, create_graph=True)[0]
     return force * y
-
-
-@program("", "nests torch.func")
-def transform_inside_over_a_region(m, x, y):
-    energy = R(lambda x: torch.tanh(x @ m.w).square())
-    return torch.func.grad(lambda x: energy(x).sum())(x) * y
-
-
-@program("", "nests torch.func")
-def vmap_inside_over_a_region(m, x, y):
-    return torch.func.vmap(R(lambda row: torch.tanh(m.w @ row)))(x) * y
-
-
-@program("", "nests")
-def dead_branch(m, x, y):
-    R(lambda x: (x @ m.w).exp().sum())(x)
-    return x.sin()
-
-
-@program("", "nests stores python")
-def logged_probe(m, x, y):
-    h = torch.tanh(x @ m.w)
-    m.history.append(float((h @ m.w).exp().detach().sum()))
-    return h.sin()

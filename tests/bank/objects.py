@@ -10,66 +10,42 @@ from typing import Any
 
 import torch
 
-from tests.bank.library import Config, Irreps, Lazy, Pair, R, Refuses, State
-from tests.bank.program import program
+from tests.bank.library import Config, Irreps, Lazy, R, Refuses, State
+from tests.bank.program import expressions, program
+
+expressions(
+    "OBJECTS",
+    "objects",
+    settings_in_slots="torch.tanh(x @ m.w) * m.config.scale ** m.config.more['power']",
+)
+expressions(
+    "OBJECTS",
+    "objects nests",
+    namespace_as_argument="R(lambda n: torch.tanh(n.x @ m.w) * n.y)(types.SimpleNamespace(x=x, y=y))",
+)
+expressions(
+    "OBJECTS",
+    "objects modules",
+    scripted_module="m.scripted(x) * y",
+)
 
 
 @program("OBJECTS", "objects")
-def settings_in_slots(m, x, y):
-    return torch.tanh(x @ m.w) * m.config.scale ** m.config.more["power"]
+def attributes_that_hold_themselves_and_have_no_length(m, x, y):
+    return (x @ m.w).sin() * m.tree[1][0] * tuple.__getitem__(m.irreps, 1)
 
 
 @program("OBJECTS", "objects")
-def tuple_without_a_length(m, x, y):
-    return (x @ m.w).sin() * tuple.__getitem__(m.irreps, 1)
-
-
-@program("OBJECTS", "objects")
-def dictionary_not_to_be_iterated(m, x, y):
-    return (x @ m.w).sin() * m.lazy["scale"]
-
-
-@program("OBJECTS", "objects")
-def list_that_holds_itself(m, x, y):
-    return (x @ m.w).sin() * m.tree[1][0]
-
-
-@program("OBJECTS", "objects")
-def object_that_answers_nothing(m, x, y):
-    return (x @ m.w).sin() * (2.0 if type(m.refuses) is Refuses else 1.0)
+def attributes_not_to_be_iterated_or_compared(m, x, y):
+    return (x @ m.w).sin() * m.lazy["scale"] * (2.0 if type(m.refuses) is Refuses else 1.0)
 
 
 @program("OBJECTS", "objects nests")
-def argument_in_slots(m, x, y):
-    return R(lambda x, c: torch.tanh(x @ m.w) * c.scale)(x, Config(0.5, {}))
-
-
-@program("OBJECTS", "objects nests")
-def argument_without_a_length(m, x, y):
-    return R(lambda x, i: torch.tanh(x @ m.w) * tuple.__getitem__(i, 1))(x, Irreps((1, 3)))
-
-
-@program("OBJECTS", "objects nests")
-def argument_not_to_be_iterated(m, x, y):
-    return R(lambda x, d: torch.tanh(x @ m.w) * d["scale"])(x, Lazy(scale=0.5))
-
-
-@program("OBJECTS", "objects nests")
-def argument_that_answers_nothing(m, x, y):
-    return R(lambda x, o: torch.tanh(x @ m.w))(x, Refuses())
-
-
-@program("OBJECTS", "objects nests")
-def argument_that_holds_itself(m, x, y):
+def arguments_that_are_not_looked_into(m, x, y):
     tree: list[Any] = [2.0]
     tree.append(tree)
-    return R(lambda x, t: torch.tanh(x @ m.w) * t[1][0])(x, tree)
-
-
-@program("OBJECTS", "objects nests")
-def named_tuple_as_argument_and_result(m, x, y):
-    out = R(lambda p: Pair((p.first @ m.w).sin(), p.second))(Pair(x, y))
-    return out.first * out.second
+    scaled = lambda x, c, i, d, o, t: x * c.scale * d["scale"] * tuple.__getitem__(i, 1) * t[1][0]  # noqa: E731
+    return R(scaled)(x @ m.w, Config(0.5, {}), Irreps((1, 3)), Lazy(scale=0.5), Refuses(), tree).tanh()
 
 
 @program("OBJECTS", "objects nests")
@@ -80,65 +56,23 @@ def ordered_and_default_dictionaries(m, x, y):
 
 
 @program("OBJECTS", "objects nests")
-def namespace_as_argument(m, x, y):
-    return R(lambda n: torch.tanh(n.x @ m.w) * n.y)(types.SimpleNamespace(x=x, y=y))
-
-
-@program("OBJECTS", "objects nests")
-def dataclass_as_argument(m, x, y):
-    return R(lambda s: torch.tanh(s.hidden @ m.w) * s.step)(State(x, 2))
-
-
-@program("OBJECTS", "objects nests")
-def dataclass_as_result(m, x, y):
-    out = R(lambda x: State(torch.tanh(x @ m.w), 3))(x)
-    return out.hidden * out.step
-
-
-@program("OBJECTS", "objects nests")
 def dataclass_replaced(m, x, y):
     out = R(lambda s: dataclasses.replace(s, hidden=s.hidden.sin()))(State(x, 3))
     return out.hidden * y
 
 
-@program("OBJECTS", "objects nests")
-def function_as_result(m, x, y):
-    later = R(lambda x: functools.partial(torch.mul, x.sin()))(x)
-    return later(y)
+@program("OBJECTS", "objects nests captures")
+def tensors_in_what_a_function_is_bound_to(m, x, y):
+    def body(scale, x, w=m.w):
+        return torch.addmm(scale, x, w)
 
-
-@program("OBJECTS", "objects nests")
-def partial_with_a_tensor(m, x, y):
-    return R(functools.partial(torch.addmm, m.scale))(x, m.w).tanh()
+    return R(functools.partial(body, m.scale))(x).tanh()
 
 
 @program("OBJECTS", "objects nests captures")
-def tensors_in_a_closure_of_containers(m, x, y):
-    held = {"w": [m.w.sin()], "y": (y, None)}
-    return R(lambda x: torch.tanh(x @ held["w"][0]) * held["y"][0])(x)
-
-
-@program("OBJECTS", "objects nests captures")
-def tensors_in_an_object(m, x, y):
-    class Holder:
-        def __init__(self, w):
-            self.w, self.log = w, []
-
-    holder = Holder(m.w.cos())
-    return R(lambda x: torch.tanh(x @ holder.w))(x)
-
-
-@program("OBJECTS", "objects nests captures")
-def default_argument_holds_a_tensor(m, x, y):
-    def body(x, w=m.w):
-        return torch.tanh(x @ w)
-
-    return R(body)(x)
-
-
-@program("OBJECTS", "objects modules")
-def scripted_module(m, x, y):
-    return m.scripted(x) * y
+def tensors_in_a_closure_of_containers_and_objects(m, x, y):
+    held = {"w": [m.w.sin()], "y": (y, None), "n": types.SimpleNamespace(w=m.w.cos(), log=[])}
+    return R(lambda x: torch.tanh(x @ held["w"][0]) @ held["n"].w * held["y"][0])(x)
 
 
 @program("OBJECTS", "objects modules")
@@ -146,12 +80,6 @@ def parametrization_cached(m, x, y):
     with torch.nn.utils.parametrize.cached():
         out = m.parametrized(x) + m.parametrized(y.sin())
     return out
-
-
-@program("GENERATORS", "objects draws")
-def generator_made_inside(m, x, y):
-    generator = torch.Generator().manual_seed(1)
-    return torch.tanh(x @ m.w) * torch.rand(4, generator=generator, dtype=x.dtype)
 
 
 @program("", "objects draws decisions")

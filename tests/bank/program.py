@@ -27,21 +27,18 @@ class Program:
         kind: where torch can run it without remat, and how often it is drawn (`tests.fuzz.program`).
         tags: what it does; the ways are crossed with them.
         shape: of a row of its two tensors.
-        found: ways, each with a policy, in which a fault was found by it: it always runs in these.
+        found: ways, each with a policy, in which it always runs: a fault was found so, or no other comes by.
         graphs: policies under which it is compiled on every change.
     """
 
     name: str
     fn: Fn
+    source: str
     kind: str
     tags: frozenset[str]
     shape: tuple[int, ...]
     found: tuple[tuple[str, str], ...]
     graphs: tuple[str, ...]
-
-    @property
-    def source(self) -> str:
-        return textwrap.dedent(inspect.getsource(self.fn))
 
     @property
     def features(self) -> list[str]:
@@ -78,18 +75,34 @@ class Program:
 
 
 def program(
-    kind: str, tags: str = "", *, shape: tuple[int, ...] = (4,), found: str = "", graphs: str = ""
+    kind: str,
+    tags: str = "",
+    *,
+    shape: tuple[int, ...] = (4,),
+    found: str = "",
+    graphs: str = "",
+    source: str = "",
 ) -> Callable[[Fn], Fn]:
     """Put a function into the bank; `found`: ways with a policy each, as "grad/ops hessian/nothing"."""
 
     def put(fn: Fn) -> Fn:
-        name = fn.__name__
+        name, text = fn.__name__, source or textwrap.dedent(inspect.getsource(fn))
         assert name not in BANK, f"two programs are called {name}"
         pairs = tuple((way, policy) for way, _, policy in (one.partition("/") for one in found.split()))
-        BANK[name] = Program(name, fn, kind, frozenset(tags.split()), shape, pairs, tuple(graphs.split()))
+        marks = frozenset(tags.split())
+        BANK[name] = Program(name, fn, text, kind, marks, shape, pairs, tuple(graphs.split()))
         return fn
 
     return put
+
+
+def expressions(kind: str, tags: str = "", shape: tuple[int, ...] = (4,), /, **results: str) -> None:
+    """Programs of one expression each, by their names; they read what `library` has."""
+    for name, result in results.items():
+        source = f"def {name}(m, x, y):\n    return {result}\n"
+        space = dict(vars(library))
+        exec(compile(source, f"<bank {name}>", "exec"), space)
+        program(kind, tags, shape=shape, source=source)(space[name])
 
 
 class Model(library.Base):

@@ -36,13 +36,6 @@ def filled_by_ctypes(m, x, y):
 
 
 @program("", "raw memory draws")
-def filled_by_dlpack(m, x, y):
-    made = torch.empty(6, 4, dtype=D)
-    np.from_dlpack(made)[...] = np.random.normal(size=(6, 4))
-    return x.sin() * made[::2].sum(0)
-
-
-@program("", "raw memory draws")
 def one_scratch_filled_again(m, x, y):
     scratch, total = torch.empty(4, dtype=D), torch.zeros(4, dtype=D)
     there = scratch.numpy()
@@ -98,7 +91,7 @@ def buffer_written_by_numpy(m, x, y):
     return (h * m.mean.clone()).sin().exp() * y
 
 
-@program("", "raw memory buffers")
+@program("", "raw memory buffers", found="forward_ad/names")
 def buffer_written_by_a_pointer(m, x, y):
     h = x.sin() * m.mean.clone()
     (ctypes.c_double * 4).from_address(m.mean.data_ptr())[0] += 1.5
@@ -149,6 +142,15 @@ def capsule_of_a_part(m, x, y):
     k = dlpack.from_dlpack(capsule)
     h.detach().mul_(3)
     return y[:, :1] * (h[1:] * h[1:] * k).sum(0)
+
+
+@program("", "raw memory writes")
+def memory_of_an_import_written_after_it_was_read(m, x, y):
+    h = (x.t() @ x).sin()
+    k = dlpack.from_dlpack(h.detach())
+    out = (k + x.sum()).exp()
+    h.detach().mul_(3)
+    return y @ (out * h * k)
 
 
 @program("", "raw memory writes")

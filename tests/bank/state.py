@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from tests.bank.library import LOOP, SCAN, TILED, R
-from tests.bank.program import program
+from tests.bank.program import expressions, program
+
+expressions(
+    "RANDOM",
+    "draws",
+    dropout="F.dropout(x.contiguous(), 0.5)",
+    noise_like="x * torch.rand_like(x)",
+    bernoulli="x * torch.bernoulli(torch.full_like(x, 0.5))",
+    uniform_into_empty="x + torch.empty_like(x).uniform_(0, 1)",
+    random_permutation="x[:, torch.randperm(4)]",
+    normal_around="x * torch.normal(y.detach(), 0.1)",
+)
+expressions(
+    "RANDOM",
+    "draws modules",
+    dropout_module="m.drop(x.contiguous()) * y",
+)
+expressions(
+    "STATE",
+    "state draws",
+    own_generator="x * torch.rand(x.shape, generator=m.generator, dtype=x.dtype)",
+)
+expressions(
+    "STATE",
+    "state stores captures",
+    cache_by_rows="x * m.cache.setdefault(len(x), torch.linspace(0.5, 1.5, 4, dtype=x.dtype))",
+    cache_of_the_first="x * m.cache.setdefault('first', y.detach().mean(0).sin())",
+)
+expressions(
+    "STATE",
+    "state captures",
+    noted_result_read="x if m.noted is None else x * m.noted.mean().tanh()",
+)
+expressions(
+    "PYTHON",
+    "python",
+    python_and_numpy_random="x * random.random() + np.random.rand()",
+)
 
 
 @program("BUFFERS", "buffers", graphs="nothing")
@@ -18,18 +52,11 @@ def counter(m, x, y):
     return x * m.steps.clamp(max=3.0)
 
 
-@program("BUFFERS", "buffers", graphs="matmuls")
+@program("BUFFERS", "buffers", graphs="matmuls everything")
 def running_mean(m, x, y):
     with torch.no_grad():
         m.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
     return x - m.mean
-
-
-@program("BUFFERS", "buffers")
-def queue_head(m, x, y):
-    with torch.no_grad():
-        m.queue[: len(x)] = x
-    return y + m.queue.mean(0).sin()
 
 
 @program("BUFFERS", "buffers", graphs="nothing")
@@ -39,20 +66,9 @@ def queue_shifted(m, x, y):
     return x * m.queue[1].sin()
 
 
-@program("BUFFERS", "buffers modules")
-def batch_norm(m, x, y):
-    return m.bn(x)
-
-
 @program("BUFFERS", "buffers", graphs="nothing")
 def batch_norm_twice(m, x, y):
     return m.bn(m.bn(x).sin())
-
-
-@program("BUFFERS", "buffers", graphs="everything")
-def mean_lerped(m, x, y):
-    m.mean.lerp_(x.detach().mean(0), 0.1)
-    return x.sin() * m.mean.exp()
 
 
 @program("BUFFERS", "buffers")
@@ -81,51 +97,6 @@ def queue_slice_transposed(m, x, y):
     return x.sin() * t.sum(0)
 
 
-@program("RANDOM", "draws")
-def dropout(m, x, y):
-    return F.dropout(x.contiguous(), 0.5)
-
-
-@program("RANDOM", "draws modules")
-def dropout_module(m, x, y):
-    return m.drop(x.contiguous()) * y
-
-
-@program("RANDOM", "draws")
-def noise_like(m, x, y):
-    return x * torch.rand_like(x)
-
-
-@program("RANDOM", "draws")
-def noise_added(m, x, y):
-    return x + torch.randn(4, dtype=x.dtype)
-
-
-@program("RANDOM", "draws")
-def bernoulli(m, x, y):
-    return x * torch.bernoulli(torch.full_like(x, 0.5))
-
-
-@program("RANDOM", "draws")
-def uniform_into_empty(m, x, y):
-    return x + torch.empty_like(x).uniform_(0, 1)
-
-
-@program("RANDOM", "draws")
-def random_permutation(m, x, y):
-    return x[:, torch.randperm(4)]
-
-
-@program("RANDOM", "draws")
-def normal_around(m, x, y):
-    return x * torch.normal(y.detach(), 0.1)
-
-
-@program("STATE", "state draws")
-def own_generator(m, x, y):
-    return x * torch.rand(x.shape, generator=m.generator, dtype=x.dtype)
-
-
 @program("STATE", "state draws")
 def seeded_inside(m, x, y):
     torch.manual_seed(7)
@@ -148,16 +119,6 @@ def random_state_put_back(m, x, y):
     return out
 
 
-@program("STATE", "state stores captures")
-def cache_by_rows(m, x, y):
-    return x * m.cache.setdefault(len(x), torch.linspace(0.5, 1.5, 4, dtype=x.dtype))
-
-
-@program("STATE", "state stores captures")
-def cache_of_the_first(m, x, y):
-    return x * m.cache.setdefault("first", y.detach().mean(0).sin())
-
-
 @program("", "buffers numbers")
 def ring_of_rows(m, x, y):
     at = int(m.steps)
@@ -165,13 +126,6 @@ def ring_of_rows(m, x, y):
         m.queue[at : at + len(x)] = x
         m.steps.fill_((at + len(x)) % 5)
     return x.sin() * m.queue.mean(0)
-
-
-@program("", "state stores draws captures")
-def cache_of_a_draw(m, x, y):
-    if "drawn" not in m.cache:
-        m.cache["drawn"] = torch.empty(4, dtype=x.dtype).bernoulli_(0.5) / 0.5
-    return (x.sin() * m.cache["drawn"]).tanh()
 
 
 @program("", "state stores draws captures")
@@ -208,22 +162,12 @@ def noted_result(m, x, y):
     return y.cos()
 
 
-@program("STATE", "state captures")
-def noted_result_read(m, x, y):
-    return x if m.noted is None else x * m.noted.mean().tanh()
-
-
 @program("STATE", "state hooks")
 def hook_that_scales(m, x, y):
     t = x.sin()
     if t.requires_grad:
         t.register_hook(lambda g: g * 0.5)
     return t.exp().tanh()
-
-
-@program("PYTHON", "python")
-def python_and_numpy_random(m, x, y):
-    return x * random.random() + np.random.rand()
 
 
 @program("PYTHON", "python")
@@ -281,13 +225,6 @@ def shared_list(m, x, y):
 
 
 @program("", "draws")
-def many_small_draws(m, x, y):
-    for _ in range(12):
-        x = 0.5 * x + torch.sin(m.scale * x) * torch.randn(4, dtype=x.dtype)
-    return x * y
-
-
-@program("", "draws")
 def draws_of_odd_numbers(m, x, y):
     """What is left of a pair of normal numbers is a part of a state."""
     for i in range(9):
@@ -310,18 +247,6 @@ def small_draws_and_large_ones(m, x, y):
     for i in range(6):
         x = 0.5 * x + torch.sin(m.scale * x) * torch.rand(3000 if i % 3 == 2 else 4, dtype=x.dtype)[:4]
     return x * y
-
-
-@program("", "state draws nests")
-def seeds_and_states_in_a_region_inside(m, x, y):
-    def drawn(x):
-        before = m.generator.get_state()
-        m.generator.manual_seed(3)
-        a = x.sin() * torch.rand(4, generator=m.generator, dtype=x.dtype)
-        m.generator.set_state(before)
-        return a * x.cos() * torch.rand(4, generator=m.generator, dtype=x.dtype)
-
-    return R(drawn)(x).sin() * y
 
 
 @program("", "raw state draws nests memory")
@@ -351,15 +276,8 @@ def result_kept_from_the_last_step(m, x, y):
 
 
 @program("", "state stores")
-def result_stored_beside_scan(m, x, y):
-    out = SCAN(lambda h: (h @ m.w).tanh(), x, 2, "all")
-    m.last = (x * 2).exp()[0] * out[0]
-    return out * y
-
-
-@program("", "state stores")
-def result_stored_beside_loop(m, x, y):
-    out = LOOP(lambda h: (h @ m.w).tanh(), x, 2)
+def result_stored_beside_loops(m, x, y):
+    out = LOOP(lambda h: (h @ m.w).tanh(), SCAN(lambda h: (h @ m.w).tanh(), x, 2, "all"), 2)
     m.last = (x * 2).exp()[0] * out[0]
     return out * y
 

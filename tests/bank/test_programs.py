@@ -52,8 +52,7 @@ def holds(program: Program, way: str, policy: str, layout: str = "contiguous", *
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 def test_program_in_some_ways(name: str) -> None:
-    found = BANK[name].found
-    for way, policy in dict.fromkeys([*drawn(name, 1 if found else QUICK), *found]):
+    for way, policy in dict.fromkeys([*drawn(name, QUICK), *BANK[name].found]):
         holds(BANK[name], way, policy)
 
 
@@ -171,7 +170,7 @@ def test_program_compiled(name: str) -> None:
 
 
 def test_there_are_as_many_programs_as_were_meant() -> None:
-    assert 250 <= len(BANK) <= 600
+    assert 250 <= len(BANK) <= 400
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,41 +3,94 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from tests.bank.library import Accumulates, Attribute, Dirty, Old, Partly, RawFill, Reversible, lookup
-from tests.bank.program import program
+from tests.bank.library import Accumulates, Reversible
+from tests.bank.program import expressions, program
 
-
-@program("COMMON", "modules decisions")
-def counted_argmax(m, x, y):
-    return x * torch.bincount(x.detach().argmax(1), minlength=4)
-
-
-@program("COMMON", "modules decisions")
-def sorted_by_other(m, x, y):
-    return x.sin()[y.detach()[:, 0].argsort()].exp().tanh()
+expressions(
+    "COMMON",
+    "modules decisions",
+    counted_argmax="x * torch.bincount(x.detach().argmax(1), minlength=4)",
+    sorted_by_other="x.sin()[y.detach()[:, 0].argsort()].exp().tanh()",
+)
+expressions(
+    "COMMON",
+    "modules",
+    weight_norm="m.weighted(x).sin()",
+    parametrized_weight="m.parametrized(x)",
+    multihead_attention="m.attention(x[None], x[None], x[None])[0][0]",
+    cached_table="lookup(x.shape[1]).to(x.dtype) * x",
+    identity_of_arguments="x.sin() if x is y else x.cos() * y",
+)
+expressions(
+    "NESTED",
+    "torch.func",
+    gradient_inside="torch.func.grad(lambda t: m.mlp(t).sum())(x) * y",
+    vmap_inside="torch.func.vmap(lambda t: m.lin(t).sin())(x)",
+    jvp_inside="torch.func.jvp(lambda t: t.sin() * y, (x,), (y,))[1]",
+)
+expressions(
+    "LEVELS",
+    "numbers",
+    branch_on_a_number="x.sin() if float(x.detach().sum()) > 0 else x.cos()",
+    number_from_a_list="x * y.detach().sum(0).tolist()[0]",
+)
+expressions(
+    "LEVELS",
+    "modules",
+    gru="m.gru(x[None])[0][0]",
+    quantized_linear="m.quantized(x.detach().float()).to(x.dtype) * y",
+)
+expressions(
+    "LEVELS",
+    sparse_product="torch.sparse.mm(m.adjacency, x.t().sin()).t().contiguous()",
+)
+expressions(
+    "LEVELS",
+    "modules buffers",
+    spectral_norm="m.spectral(x).tanh()",
+)
+expressions(
+    "OLD",
+    "functions",
+    old_function="Old.apply(x)",
+    attribute_on_a_context="Attribute.apply(x, y)",
+    partly_saving_function="Partly.apply(x, y)[0]",
+    custom_op_with_autograd="torch.ops.remat_fuzz.new_like(x) * y",
+)
+expressions(
+    "OLD",
+    "functions nests",
+    checkpoint_of_torch_inside="checkpoint(lambda t: m.mlp(t).sin(), x, use_reentrant=False)",
+)
+expressions(
+    "MEMORY",
+    "memory",
+    numpy_copy="x * torch.from_numpy(y.detach().sin().numpy().copy())",
+    number_from_numpy="x * x.detach().numpy().mean()",
+    numpy_custom_op="torch.ops.remat_fuzz.scaled(x, 2.0)",
+    raw_fill="RawFill.apply(x)",
+)
+expressions(
+    "EAGER",
+    dirty_function="Dirty.apply(x.sin())",
+)
+expressions(
+    "EAGER",
+    "buffers modules",
+    instance_norm="m.instance(x.t()[None])[0].t() if len(x) > 1 else x",
+)
+expressions(
+    "INNER",
+    "inner functions",
+    layer_that_accumulates_in_its_backward="Accumulates.apply(m.mlp, x) * y",
+)
 
 
 @program("COMMON", "modules buffers")
 def custom_op_writes(m, x, y):
     torch.ops.remat_fuzz.bump(m.steps)
     return x * m.steps.clamp(max=4.0)
-
-
-@program("COMMON", "modules")
-def weight_norm(m, x, y):
-    return m.weighted(x).sin()
-
-
-@program("COMMON", "modules")
-def parametrized_weight(m, x, y):
-    return m.parametrized(x)
-
-
-@program("COMMON", "modules")
-def multihead_attention(m, x, y):
-    return m.attention(x[None], x[None], x[None])[0][0]
 
 
 @program("COMMON", "modules modes")
@@ -54,61 +107,11 @@ def autocast_off_inside(m, x, y):
     return out
 
 
-@program("COMMON", "modules")
-def cached_table(m, x, y):
-    return lookup(x.shape[1]).to(x.dtype) * x
-
-
-@program("COMMON", "modules")
-def identity_of_arguments(m, x, y):
-    return x.sin() if x is y else x.cos() * y
-
-
-@program("NESTED", "torch.func")
-def gradient_inside(m, x, y):
-    return torch.func.grad(lambda t: m.mlp(t).sum())(x) * y
-
-
-@program("NESTED", "torch.func")
-def vmap_inside(m, x, y):
-    return torch.func.vmap(lambda t: m.lin(t).sin())(x)
-
-
-@program("NESTED", "torch.func")
-def jvp_inside(m, x, y):
-    return torch.func.jvp(lambda t: t.sin() * y, (x,), (y,))[1]
-
-
-@program("LEVELS", "numbers")
-def branch_on_a_number(m, x, y):
-    return x.sin() if float(x.detach().sum()) > 0 else x.cos()
-
-
-@program("LEVELS", "numbers")
-def number_from_a_list(m, x, y):
-    return x * y.detach().sum(0).tolist()[0]
-
-
 @program("LEVELS", "sizes")
 def boolean_mask(m, x, y):
     out = x.clone()
     out[y > 0] = x[y > 0].sin()
     return out
-
-
-@program("LEVELS", "sizes")
-def sum_of_a_mask(m, x, y):
-    return x + x[y > 0].exp().tanh().sum()
-
-
-@program("LEVELS", "modules")
-def gru(m, x, y):
-    return m.gru(x[None])[0][0]
-
-
-@program("LEVELS")
-def sparse_product(m, x, y):
-    return torch.sparse.mm(m.adjacency, x.t().sin()).t().contiguous()
 
 
 @program("LEVELS")
@@ -119,21 +122,11 @@ def out_argument(m, x, y):
     return x * t
 
 
-@program("LEVELS", "modules buffers")
-def spectral_norm(m, x, y):
-    return m.spectral(x).tanh()
-
-
 @program("LEVELS", "modes")
 def inference_mode_inside(m, x, y):
     with torch.inference_mode():
         t = y.sin()
     return x * t.clone() if not torch.is_inference_mode_enabled() else x.cos()
-
-
-@program("LEVELS", "modules")
-def quantized_linear(m, x, y):
-    return m.quantized(x.detach().float()).to(x.dtype) * y
 
 
 @program("LEVELS", "inner")
@@ -152,54 +145,9 @@ def transposed_detached_in_place(m, x, y):
     return t * t.exp() * t2.t()
 
 
-@program("OLD", "functions")
-def old_function(m, x, y):
-    return Old.apply(x)
-
-
-@program("OLD", "functions")
-def attribute_on_a_context(m, x, y):
-    return Attribute.apply(x, y)
-
-
-@program("OLD", "functions")
-def partly_saving_function(m, x, y):
-    return Partly.apply(x, y)[0]
-
-
-@program("OLD", "functions")
-def custom_op_with_autograd(m, x, y):
-    return torch.ops.remat_fuzz.new_like(x) * y
-
-
 @program("OLD", "functions buffers modules", graphs="matmuls")
 def embedding_renormalized(m, x, y):
     return m.renorm(torch.arange(len(x)) % 5) * x
-
-
-@program("OLD", "functions nests")
-def checkpoint_of_torch_inside(m, x, y):
-    return checkpoint(lambda t: m.mlp(t).sin(), x, use_reentrant=False)
-
-
-@program("MEMORY", "memory")
-def numpy_copy(m, x, y):
-    return x * torch.from_numpy(y.detach().sin().numpy().copy())
-
-
-@program("MEMORY", "memory")
-def number_from_numpy(m, x, y):
-    return x * x.detach().numpy().mean()
-
-
-@program("MEMORY", "memory")
-def numpy_custom_op(m, x, y):
-    return torch.ops.remat_fuzz.scaled(x, 2.0)
-
-
-@program("MEMORY", "memory")
-def raw_fill(m, x, y):
-    return RawFill.apply(x)
 
 
 @program("MEMORY", "memory")
@@ -247,16 +195,6 @@ def save_on_cpu_inside(m, x, y):
 
 
 @program("EAGER")
-def dirty_function(m, x, y):
-    return Dirty.apply(x.sin())
-
-
-@program("EAGER", "buffers modules")
-def instance_norm(m, x, y):
-    return m.instance(x.t()[None])[0].t() if len(x) > 1 else x
-
-
-@program("EAGER")
 def memory_given_by_set(m, x, y):
     t = x.sin()
     t2 = torch.empty(0, dtype=x.dtype).set_(t.detach())
@@ -278,11 +216,6 @@ def sparse_values_shared(m, x, y):
     t2 = torch.sparse_coo_tensor(torch.arange(4).repeat(2, 1), t, (4, 4))
     t.mul_(2)
     return torch.sparse.mm(t2, x.t()).t().contiguous()
-
-
-@program("INNER", "inner functions")
-def layer_that_accumulates_in_its_backward(m, x, y):
-    return Accumulates.apply(m.mlp, x) * y
 
 
 @program("INNER", "inner functions")

@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.bank.library import UNSEEN, R
-from tests.bank.program import program
+from tests.bank.program import expressions, program
+
+expressions(
+    "",
+    "turns",
+    constant_of_another_sign="(torch.copysign(x.exp(), 0.0 if m.on0 else -0.0) * 3).sin().exp()",
+    another_argument="((x if m.on0 else y) @ m.w).exp().sin() * x",
+)
 
 
 @program("", "turns")
@@ -53,25 +60,10 @@ def another_width_in_the_same_closure(m, x, y):
 
 
 @program("", "turns")
-def another_constant(m, x, y):
-    return ((x @ m.w) * (2.0 if m.on0 else 3.0)).exp().sin()
-
-
-@program("", "turns")
 def constant_of_another_type(m, x, y):
     """In integers the product wraps around."""
     one = 1 if m.on0 else 1.0
     return ((torch.arange(1, 5, dtype=torch.int32) * (2**30 * one) * (4 * one)) * 2.0**-32 * x).sin().exp()
-
-
-@program("", "turns")
-def constant_of_another_sign(m, x, y):
-    return (torch.copysign(x.exp(), 0.0 if m.on0 else -0.0) * 3).sin().exp()
-
-
-@program("", "turns")
-def another_argument(m, x, y):
-    return ((x if m.on0 else y) @ m.w).exp().sin() * x
 
 
 @program("", "turns")

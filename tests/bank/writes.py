@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from tests.bank.program import program
+from tests.bank.program import expressions, program
 
-
-@program("WRITES", "writes")
-def scaled_in_place(m, x, y):
-    return x.sin().mul_(2).add_(y)
-
-
-@program("WRITES", "writes")
-def relu_in_place(m, x, y):
-    return (x * 2).relu_()
+expressions(
+    "OPEN",
+    "memory torch.func",
+    functional_jvp_inside="torch.autograd.functional.jvp(lambda t: t.sin(), x.detach(), y.detach())[1] * x",
+)
+expressions(
+    "WRITES",
+    "writes",
+    scaled_in_place="x.sin().mul_(2).add_(y)",
+    relu_in_place="(x * 2).relu_()",
+    zeros_copied_into="torch.zeros_like(x).copy_(x).sin()",
+    masked_fill="x.clone().masked_fill_(y > 0, 0.5)",
+    clamped="(x + 1).clamp_(-1, 2).sin()",
+    scattered="x.clone().scatter_add_(1, torch.zeros(len(x), 4, dtype=torch.long), y)",
+    squeezed_in_place="x.clone().squeeze_().unsqueeze_(0).squeeze_(0)",
+    lerp_and_addcmul="x.clone().lerp_(y, 0.25).addcmul_(x, y)",
+)
 
 
 @program("WRITES", "writes")
@@ -48,42 +56,10 @@ def row_of_transpose(m, x, y):
 
 
 @program("WRITES", "writes")
-def zeros_copied_into(m, x, y):
-    return torch.zeros_like(x).copy_(x).sin()
-
-
-@program("WRITES", "writes")
-def masked_fill(m, x, y):
-    return x.clone().masked_fill_(y > 0, 0.5)
-
-
-@program("WRITES", "writes")
-def clamped(m, x, y):
-    return (x + 1).clamp_(-1, 2).sin()
-
-
-@program("WRITES", "writes")
-def column_zeroed(m, x, y):
-    out = x.sin()
-    out.select(1, 0).zero_()
-    return out
-
-
-@program("WRITES", "writes")
 def narrow_added_to(m, x, y):
     out = x + 0
     out.narrow(1, 1, 2).add_(y[:, :2])
     return out
-
-
-@program("WRITES", "writes")
-def indices_copied(m, x, y):
-    return x.clone().index_copy_(1, torch.tensor([0, 2]), y[:, :2].sin())
-
-
-@program("WRITES", "writes")
-def scattered(m, x, y):
-    return x.clone().scatter_add_(1, torch.zeros(len(x), 4, dtype=torch.long), y)
 
 
 @program("WRITES", "writes")
@@ -92,24 +68,6 @@ def columns_filled_in_a_loop(m, x, y):
     for t in range(3):
         out[:, t] = (x[:, t] * (t + 1)).sin()
     return out
-
-
-@program("WRITES", "writes")
-def augmented_assignments(m, x, y):
-    out = x.sin()
-    out += y
-    out *= 0.5
-    return out
-
-
-@program("WRITES", "writes")
-def squeezed_in_place(m, x, y):
-    return x.clone().squeeze_().unsqueeze_(0).squeeze_(0)
-
-
-@program("WRITES", "writes")
-def lerp_and_addcmul(m, x, y):
-    return x.clone().lerp_(y, 0.25).addcmul_(x, y)
 
 
 @program("WRITES", "writes")
@@ -125,13 +83,6 @@ def complex_view_written(m, x, y):
     t = torch.view_as_complex(x.clone().view(-1, 2, 2))
     t.mul_(1j)
     return torch.view_as_real(t).reshape(x.shape)
-
-
-@program("WRITES", "writes")
-def diagonal_added_to(m, x, y):
-    out = x.clone()
-    out.diagonal().add_(1.5)
-    return out
 
 
 @program("WRITES", "writes")
@@ -173,8 +124,3 @@ def data_replaced(m, x, y):
     t = x * 2
     t.data = t.data.sin()
     return t * y
-
-
-@program("OPEN", "memory torch.func")
-def functional_jvp_inside(m, x, y):
-    return torch.autograd.functional.jvp(lambda t: t.sin(), x.detach(), y.detach())[1] * x

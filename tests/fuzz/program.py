@@ -12,7 +12,6 @@ from tests.bank import BANK
 from tests.bank.library import FEATURES, PLANNED, POLICIES
 from tests.ways import DEFAULTS
 
-FLAVOURS = ("eager", "func", "compile")
 # How a region is called with two values, and how its function takes them.
 CALLS = {
     "plain": ("{x}, {y}", "", "R({f}, {p})({a}, {b})"),

@@ -13,8 +13,6 @@ from tests.fuzz.program import Program, Statement
 from tests.fuzz.run import check
 from tests.ways import DEFAULTS, Verdict
 
-IDENTITY = "{o} = {a}"
-
 
 def shrunk(program: Program, fails: Callable[[Program], bool], seconds: float = 60.0) -> Program:
     """The smallest program found that still fails."""

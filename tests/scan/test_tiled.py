@@ -1,6 +1,6 @@
 """`tiled`: gradients, bytes and evaluations of a function that runs tile by tile, and what it refuses.
 
-The transforms that it goes through are ways of the bank (`tiles_of_rows`, `tiles_of_a_region`)."""
+The transforms that it goes through are ways of the bank (`tiles_of_a_region`, `tiles_that_count`)."""
 
 from __future__ import annotations
 
