@@ -170,25 +170,6 @@ def test_a_rival_does_not_fail_the_sweep_but_its_wrong_gradient_is_told() -> Non
     assert Result("save_nothing", tolerance=1e-5, gradient_difference=math.nan).failed
 
 
-@pytest.mark.parametrize(
-    ("args", "told"),
-    [
-        (["--policy", "save_matmul"], "did you mean 'save_matmuls'?"),
-        (["--policy", "1 + 1"], "is no policy"),
-        (["--policy", "__import__('os')"], "there is no policy '__import__'"),
-        (["--model", "gtp"], "gpt, llama or hf:NAME"),
-        (["--steps", "0"], "must be positive"),
-        (["--heads", "3"], "multiple of 2 * heads"),
-    ],
-)
-def test_usage_errors_are_told_without_a_traceback(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], told: str
-) -> None:
-    assert sweep(tmp_path, *args) == 2
-    said = capsys.readouterr().err
-    assert told in said and said.count("\n") == 1
-
-
 def test_main_lists_commands_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
@@ -357,23 +338,3 @@ def test_ops_of_a_built_in_model_have_lines():
     kept = [residual for residual in found.kept if residual.op is not None]
     assert kept and all(residual.location is not None for residual in kept)
     assert any("transformer.py:" in str(residual.location) for residual in kept)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("init nope", "knows no config type 'nope'"),
-        ("init lama", "Write llama, or the path of a config.json"),
-        ("plan hf:lama-3-8b --peak 80GB", "Did you mean hf:llama-3-8b?"),
-        ("plan hf:nope --peak 80GB", "write one of llama-3-8b"),
-        ("plan hf:nope", "write one of llama-3-8b"),
-        ("plan hf:lama-3-8b", "Did you mean hf:llama-3-8b?"),
-        ("plan hf:llama-3-8b", "write --peak 80GB"),
-        ("plan hf:{folder} --peak 80GB", "the config names no model_type"),
-    ],
-)
-def test_a_config_that_is_none_is_told_so(tmp_path, capsys, line, said):
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text("{}")
-    assert main(line.format(folder=tmp_path).split()) == 2
-    assert said.lower() in capsys.readouterr().err.lower()

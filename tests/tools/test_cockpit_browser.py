@@ -14,9 +14,12 @@ from remat import checkpoint_name, explain, remat, save_everything, save_names, 
 from tests.helpers import rand
 from tests.tools import chromium
 
-pytestmark = pytest.mark.skipif(
-    chromium.find() is None, reason=f"no browser: none of {', '.join(chromium.NAMES)} is installed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        chromium.find() is None, reason=f"no browser: none of {', '.join(chromium.NAMES)} is installed"
+    ),
+]
 
 
 def block(x, w):

@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.func import grad, vmap
 
 from remat import (
@@ -25,7 +24,6 @@ from remat import (
     scan_remat,
 )
 from tests.helpers import OpCounter, rand
-from tests.inside import main
 from tests.tools.inside import BUILT_IN, KINDS, kind
 
 aten = torch.ops.aten
@@ -207,18 +205,6 @@ def test_what_is_offloaded_is_told_apart():
 # -- nothing is left behind ---------------------------------------------------------------------------
 
 
-def test_looking_changes_nothing():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)).double()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = torch.get_rng_state()
-    explain(remat(model), X)
-    explain(model, X, policies=[save_nothing])
-    assert torch.equal(torch.get_rng_state(), state)
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-    assert all(p.grad is None for p in model.parameters()) and not X.requires_grad
-
-
 def test_functions_of_cython_may_be_in_reach():
     draws = [np.random.set_state, np.random.RandomState.set_state]
     assert explain(lambda x: draws and remat(torch.sin)(x), X).held_bytes
@@ -388,36 +374,3 @@ def test_comparison_prints_a_row_each():
     assert [line.split()[0] for line in lines[3:]] == ["policy", "no", "save_nothing", "save_everything"]
     assert re.search(r"save_nothing +0 B +0% +2.2 KiB +\S+ KiB +3 +2.05 K +\+33%", lines[5])
     assert re.search(r"save_everything +768 B +100% .* 0 +0 +\+0%", lines[6])
-
-
-# -- the command --------------------------------------------------------------------------------------
-
-
-def case():
-    return remat(block), X, W1, W2
-
-
-def nothing():
-    return ()
-
-
-@pytest.mark.parametrize(
-    ("args", "told"),
-    [
-        (["nowhere:fn"], "cannot be loaded: No module named 'nowhere'"),
-        (["torch"], "'torch' names no function: write MODULE:FN, as in torch:block"),
-        (["./models/a.py:fn"], "names no function: write MODULE:FN, as in models.a:fn"),
-        ([":fn"], "':fn' names no function"),
-        (["torch:tanhh", "--input", "4"], "torch has no 'tanhh' (nearest: 'tanh')."),
-        (["remat/nn.py:apply"], "Write remat.nn:apply."),
-        (["torch:pi", "--input", "4"], "torch:pi is no function or module but 3.14"),
-        ([f"{__name__}:nothing"], "must return (fn, *args), got ()"),
-        (["torch:tanh", "--input", "4xb"], "--input 4xb --dtype float32 --device cpu is no tensor"),
-        ([f"{__name__}:block"], "takes arguments"),
-        (["torch:argmax", "--input", "4"], "no backward to look at"),
-        ([f"{__name__}:case", "--policy", "save_all"], "there is no policy"),
-    ],
-)
-def test_command_errors(args, told, capsys):
-    assert main(["explain", *args]) == 2
-    assert told in capsys.readouterr().err

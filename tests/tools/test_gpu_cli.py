@@ -109,25 +109,6 @@ def test_without_triton_one_line_says_which(capsys, monkeypatch):
     assert said.count("\n") == 1 and "pip install triton==3.7.0" in said
 
 
-@pytest.mark.parametrize(
-    "line, told",
-    [
-        (["gpu", f"{ME}:step", "--input", "8,8"], "Write sizes as 4x128x256"),
-        (["gpu", f"{ME}:step", "--input", "8x8", "--device", "h900"], "h900"),
-        (["gpu", f"{ME}:stap", "--input", "8x8"], "nearest: 'step'"),
-        (["gpu", f"{ME}:step", "--input", "8x8", "--policy", "save_matmul"], "save_matmul"),
-        (["sweep", "--device", "h100", "--mode", "vmap"], "--mode"),
-    ],
-)
-def test_one_line_says_what_to_write(capsys, line, told):
-    try:
-        assert main(line) == 2
-    except SystemExit as left:
-        assert left.code == 2
-    said = capsys.readouterr().err.strip()
-    assert told in said and "\n" not in said and said.startswith(f"remat {line[0]}: ")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 @pytest.mark.parametrize(

@@ -47,6 +47,15 @@ LOOKS = {
 }
 
 
+def planned(fn, x):
+    """Without a call; what needs data cannot be planned."""
+    with contextlib.suppress(remat.RematError):
+        checkpoint_policy(budget=1.0).plan(fn, x)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# Of functions that go their own ways.
+OF_FUNCTIONS = LOOKS | {"plan": planned, "doctor": diagnose}
+
 # -- backwards inside ---------------------------------------------------------------------------------
 
 
@@ -207,18 +216,13 @@ def step_inside(model, x):
 
 @pytest.mark.parametrize(
     ("fn", "look"),
-    crossed([reentrant, step_inside], ["saved_residuals", "explain", "pareto", "budget", "doctor"], every=2),
+    crossed([reentrant, step_inside], ["saved_residuals", "explain", "pareto", "plan", "doctor"], every=2),
 )
 def test_checkpoints_of_torch_that_accumulate_are_looked_at(fn, look):
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), X.clone().requires_grad_()
-    called = lambda x: fn(model, x)  # noqa: E731
-    if look == "budget":
-        checkpoint_policy(budget=1.0).plan(called, x)  # pyright: ignore[reportAttributeAccessIssue]
-    elif look == "doctor":
-        found = diagnose(called, x)
+    found = OF_FUNCTIONS[look](lambda x: fn(model, x), x)
+    if look == "doctor":
         assert "error" not in {finding.cause for finding in found.findings}
-    else:
-        LOOKS[look](called, x)
     assert all(p.grad is None for p in (*model.parameters(), x))
 
 
@@ -256,7 +260,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     ("look", "kind", "stepped"),
-    crossed(["saved_residuals", "explain", "doctor", "budget"], OPTIMIZERS, [True, False], every=4),
+    crossed(["saved_residuals", "explain", "doctor", "plan"], OPTIMIZERS, [True, False], every=4),
 )
 def test_a_step_with_its_optimizer_inside_trains_nothing(look, kind, stepped):
     model = nn.Linear(16, 16)
@@ -273,11 +277,7 @@ def test_a_step_with_its_optimizer_inside_trains_nothing(look, kind, stepped):
         step(X)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     known = copy.deepcopy(optimizer.state_dict())
-    if look == "budget":
-        with contextlib.suppress(remat.RematError):  # (AdamW reads its count.)
-            checkpoint_policy(budget=1.0).plan(step, X)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        {**LOOKS, "doctor": diagnose}[look](step, X)
+    OF_FUNCTIONS[look](step, X)
     assert same(dict(model.state_dict()), before) and same(optimizer.state_dict(), known)
     assert all(
         (p.grad is not None and not p.grad.any()) if stepped else p.grad is None for p in model.parameters()
@@ -372,7 +372,7 @@ def held(m, home, x):
 
 @pytest.mark.parametrize(
     ("look", "layer", "there"),
-    crossed(["saved_residuals", "explain", "pareto", "budget"], [streamed, dropped, held], [True, False]),
+    crossed(["saved_residuals", "explain", "pareto", "plan"], [streamed, dropped, held], [True, False]),
 )
 def test_storages_have_the_size_and_the_contents_that_they_had(look, layer, there):
     torch.manual_seed(0)
@@ -387,11 +387,7 @@ def test_storages_have_the_size_and_the_contents_that_they_had(look, layer, ther
     def fn(x):
         return layer(m, home, x)
 
-    if look == "budget":
-        # The calls themselves are another matter.
-        remat.checkpoint_policy(budget=0.5).plan(fn, torch.ones(2, 3))  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        LOOKS[look](fn, torch.ones(2, 3))
+    OF_FUNCTIONS[look](fn, torch.ones(2, 3))
     assert [p.untyped_storage().nbytes() for p in m.parameters()] == sizes
     if there:
         assert all(torch.equal(p, home[p]) for p in m.parameters())
@@ -411,7 +407,7 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize(("look", "write"), crossed(["saved_residuals", "explain", "budget"], WRITES))
+@pytest.mark.parametrize(("look", "write"), crossed(["saved_residuals", "explain", "plan"], WRITES))
 def test_parameters_and_buffers_are_what_they_were(look, write):
     m = nn.Linear(3, 3)
     m.register_buffer("mask", torch.ones(3))
@@ -421,11 +417,7 @@ def test_parameters_and_buffers_are_what_they_were(look, write):
         WRITES[write](m)
         return (m(x) * m.mask).sin()
 
-    if look == "budget":
-        with contextlib.suppress(remat.RematError):  # (NumPy needs data.)
-            checkpoint_policy(budget=1.0).plan(fn, torch.ones(2, 3))  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        LOOKS[look](fn, torch.ones(2, 3))
+    OF_FUNCTIONS[look](fn, torch.ones(2, 3))
     assert same(dict(m.state_dict()), before) and all(
         a is b for a, b in zip(m.parameters(), held, strict=True)
     )
@@ -445,15 +437,11 @@ class Running(torch.autograd.Function):
         return g - g.mean(0), None
 
 
-@pytest.mark.parametrize("look", ["saved_residuals", "explain", "pareto", "budget", "fit of a function"])
+@pytest.mark.parametrize("look", ["saved_residuals", "explain", "pareto", "plan", "fit of a function"])
 def test_a_buffer_that_a_function_marks_as_dirty_has_no_history_of_a_look(look):
     m: Any = nn.Linear(3, 3)
     m.register_buffer("mean", torch.zeros(3))
-    fn = lambda x: (Running.apply(m(x), m.mean)[0] * m.mean).sin()  # noqa: E731
-    if look == "budget":
-        checkpoint_policy(budget=1.0).plan(fn, torch.ones(2, 3))  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        LOOKS[look](fn, torch.ones(2, 3))
+    OF_FUNCTIONS[look](lambda x: (Running.apply(m(x), m.mean)[0] * m.mean).sin(), torch.ones(2, 3))
     assert m.mean.grad_fn is None and not m.mean.requires_grad and torch.equal(m.mean, torch.zeros(3))
 
 
@@ -508,7 +496,7 @@ def test_a_counter_counts_once_a_look_and_one_of_a_module_not_at_all(place):
     assert found == ([1, 2, 1] if place == "object" else [0, 0, 0])
 
 
-@pytest.mark.parametrize("look", ["pareto", "budget", "fit of a function"])
+@pytest.mark.parametrize("look", ["pareto", "plan", "fit of a function"])
 def test_no_tensor_without_data_stays_in_python_and_what_was_there_does(look):
     """Also not deep in what was made inside, beside entries of the same table that stay."""
     held = {"ema": torch.zeros(3), "boxes": [Plain()]}
@@ -526,10 +514,7 @@ def test_no_tensor_without_data_stays_in_python_and_what_was_there_does(look):
         return (x * table(3)).sin().exp()
 
     x = torch.ones(3, requires_grad=True)
-    if look == "budget":
-        checkpoint_policy(budget=0.5).plan(fn, x)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        LOOKS[look](fn, x)
+    OF_FUNCTIONS[look](fn, x)
     if look != "fit of a function":
         assert held["ema"] is before and held["boxes"] == [box]
     out = fn(x)
