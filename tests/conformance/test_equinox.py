@@ -74,7 +74,6 @@ def test_backward_checkpointed(problem, with_max_steps, checkpoints, steps, gold
 
 @row("pass", "by `max_steps` alone")
 def test_backward_bounded(problem):
-    """By the most steps alone."""
     got = grad(lambda *args: total(problem.run(*args, 14, max_steps_only=True)), (0, 1, 2))(*problem.args)
     expected = grad(lambda *args: total(problem.plain(*args, 14)), (0, 1, 2))(*problem.args)
     torch.testing.assert_close(got, expected)
@@ -106,7 +105,6 @@ def test_vmap_cotangent(problem):
 
 @row("adapted", "evaluations are counted, no clock")
 def test_speed_grad_checkpointed_while():
-    """By evaluations, not by the clock: with a checkpoint for two steps each runs 3 times at most."""
     for checkpoints in (20, 40):
         runs = []
 
@@ -206,7 +204,6 @@ def test_symbolic_zero():
 
 @row("pass", "a loop over a number")
 def test_disable_jit():
-    """A loop over a number alone."""
     assert while_remat(lambda c: True, lambda c: 5, 3, max_steps=3) == 5
 
 

@@ -68,8 +68,6 @@ def test_remat_scan(ops_of, checkpoints):
 
 @jax(15, "pass", "a step whose y has no derivative")
 def test_remat_symbolic_zeros():
-    """A step whose y has no derivative."""
-
     def f(d):
         start = rand(5, 3)
         move = remat(lambda r, i: (r + 0.001 * (d * r), torch.zeros(1)))
@@ -81,8 +79,6 @@ def test_remat_symbolic_zeros():
 
 @jax(17, "pass", "default arguments inside a loop")
 def test_remat_nontrivial_env():
-    """Default arguments, and captured settings, of a region inside a loop."""
-
     @remat
     def foo(state, dt=0.5, c=1):
         u, u_t = state
@@ -116,11 +112,6 @@ def test_remat_scan2():
 @BACKWARDS
 @pytest.mark.parametrize("form", ["policy of the scan", "loop of regions"])
 def test_remat_checkpoint_dots_inside_scan(ops_of, form):
-    """2 sin, 3 cos and 6 dots a step: the carry is kept, which saves a sine.
-
-    By the weight alone a dot less in all: the first carry is a constant, which JAX's loop does not know.
-    """
-
     def of_scan(w, x=ROW):
         return scan(lambda x, _: (three_dots(x, w), None), x, length=2, policy=save_matmuls)[0]
 
@@ -158,7 +149,6 @@ def looped(w, x=ROW):
     ids=["python", "scan_remat"],
 )
 def test_remat_checkpoint_dots_outside_scan(ops_of, loop):
-    """3 sin, 3 cos and 6 dots a step; the last sine of all is dead, which JAX's loop does not know."""
     ops = ops_of(remat(loop, policy=save_matmuls), W, ROW)
     assert (*sines(ops), ops.dots) == (2 * 3 - 1, 2 * 3, 2 * 6)
     check_grads(remat(loop, policy=save_matmuls), W)
@@ -181,7 +171,6 @@ def check_twice(fn):
 @BACKWARDS
 @pytest.mark.parametrize("checkpoints", ["all", "sqrt", 2])
 def test_remat_of_scan(ops_of, checkpoints):
-    """Sines and cosines of all three steps are computed again: the cosines are values of the forward."""
     runs, twice = sines(ops_of(remat(lambda x: pair_of_sines(jax_sin, x, checkpoints=checkpoints)), X))
     assert runs > 0 and twice >= 2 * 3
     check_twice(remat(lambda x: pair_of_sines(smooth_sin, x, checkpoints=checkpoints)))
@@ -208,8 +197,6 @@ def test_remat_of_scan_unused_extensive_output_grad():
 @BACKWARDS
 @pytest.mark.parametrize("around", [False, True])
 def test_remat_of_scan_policy(ops_of, around):
-    """Neither sin nor cos, with the policy around the scan, as JAX has it, and given to it."""
-
     def of(sine):
         if around:
             return remat(lambda x: pair_of_sines(sine, x), policy=save_cos)
@@ -221,8 +208,6 @@ def test_remat_of_scan_policy(ops_of, around):
 
 @jax(56, "pass", "2 copies a step more than when kept, none recomputed")
 def test_remat_offload_names_of_scan_jaxpr():
-    """What the steps offload is as much, and of the same numbers, as what they would keep."""
-
     def f(x, policy):
         def step(y, _):
             y = checkpoint_name(torch.sin(y), "y")

@@ -107,8 +107,6 @@ def test_remat_of_while_loop(ops_of):
 
 @jax(71, "adapted", "keeps as many carries as it was told, however long the loop is")
 def test_remat_of_while_loop_policy():
-    """JAX cannot keep anything of a while loop. Here it keeps so many carries, however long the loop is."""
-
     def kept(steps, checkpoints):
         def f(x):
             return while_remat(

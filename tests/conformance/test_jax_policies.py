@@ -64,7 +64,6 @@ def test_remat_custom_policy(ops_of, policy, counts):
 @jax(27, "pass", "a callable that goes by the op's name: neither sin nor cos")
 @BACKWARDS
 def test_remat_custom_policy_save_cos(ops_of):
-    """Policies that go by the op's name."""
     f = remat(lambda x: jax_sin(jax_sin(x)), policy=lambda info: str(info.op) == "aten.cos.default")
     assert sines(ops_of(f, X)) == (0, 0)
     f = remat(sin_sin, policy=lambda info: str(info.op) == "aten.sin.default")
@@ -164,7 +163,6 @@ def test_remat_custom_vjp_policy(ops_of):
 @jax(35, "pass", "grad inside a region, one result unused")
 @pytest.mark.parametrize("policy", [save_matmuls, save_nothing])
 def test_remat_dropvar_policy(policy):
-    """grad inside a region, of a function one of whose results is not used."""
     region = remat(lambda x: grad(lambda x: ((x * x).sum(), x)[0])(x), policy=policy)
     torch.testing.assert_close(grad(lambda x: region(x).sum())(X), torch.full_like(X, 2))
 
@@ -288,7 +286,6 @@ def test_saved_residuals_utility():
     "rest again",
 )
 def test_saved_residuals_utility_jit():
-    """Of a compiled function what its code keeps: operands, as the partitioner computes the rest again."""
     three = torch.tensor(3.0)
 
     def f(x, y):
@@ -310,8 +307,6 @@ def test_saved_residuals_utility_jit():
 
 @jax(54, "pass", "a value that two functions read is one residual")
 def test_remat_of_jit_residual_forwarding():
-    """A value that two inner functions read is kept once."""
-
     def f(x):
         y = checkpoint_name(torch.sin(torch.ones(2, dtype=torch.float64)), "y")
         x = (lambda: x * y)()

@@ -183,8 +183,6 @@ def test_remat_binomial_checkpointing(remat):
 @jax(16, "pass", "a region without arguments over a captured value")
 @REMATS
 def test_remat_jit2(remat):
-    """A region without arguments that closes over a value."""
-
     def f(x):
         y = 2 * x
         return remat(lambda: y)()
@@ -315,7 +313,6 @@ class Dot(torch.autograd.Function):
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
 @pytest.mark.parametrize("mode", ["backward", "vjp"])
 def test_excess_precision_hell(policy, mode):
-    """In bfloat16 the value that the backward rebuilds is the forward's, bit for bit."""
     rebuilt = []
 
     class Probe(Dot):

@@ -31,7 +31,6 @@ def broken(x, y):
 @row("pass", "a graph break in a region: it runs in eager")
 @pytest.mark.slow
 def test_fallback():
-    """The region runs in eager, in the middle of two graphs."""
     fn = lambda x, y: torch.cos(checkpoint(broken, torch.sin(x), y))  # noqa: E731
     args = leaf(4, 4), leaf(4, 4)
     got = torch.autograd.grad(torch.compile(fn, backend="aot_eager")(*args).sum(), args)

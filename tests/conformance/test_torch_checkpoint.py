@@ -93,8 +93,6 @@ class SavesAll(torch.autograd.Function):
 
 @row("adapted", "a second look at `ctx.saved_tensors` gives the same numbers; torch's raises")
 def test_checkpointing_without_reentrant_custom_function_works():
-    """Torch's refuses a second look at `ctx.saved_tensors`; here it gives the same numbers again."""
-
     def foo(x, y, z):
         return SavesAll.apply(x * y * z, y * y * z, z * z)
 
@@ -127,8 +125,6 @@ def test_checkpoint_sequential_warns_if_use_reentrant_not_passed_explcitly():
     "each part recomputes its own, without a context; overlapping ones are right, torch's raises",
 )
 def test_checkpoint_graph_execution_group():
-    """Two backwards over disjoint parts: each recomputes its own, without being told that they are."""
-
     def fn(x):
         y = x.sin().cos()
         return y, y.sin().cos()

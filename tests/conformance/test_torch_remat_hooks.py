@@ -48,13 +48,6 @@ class Packs(list):
 @row("adapted", "torch's own hooks", name="test_saved_tensors_hooks_match_native_outside_checkpoint")
 @pytest.mark.parametrize("place", ["outside", "around", "inside"])
 def test_saved_tensors_hooks(place):
-    """What is kept goes through the user's hooks in force where it was made, and comes back by them.
-
-    test_op_outside_checkpoint_preserves_saved_tensors_hooks,
-    test_saved_tensors_hooks_match_native_outside_checkpoint,
-    test_saved_tensors_hooks_fire_at_save_and_load_not_recompute,
-    test_saved_tensors_hooks_unpack_is_bound_per_tensor.
-    """
     packs, x = Packs(), leaf(2.0, 3.0)
 
     def body(x):

@@ -80,7 +80,6 @@ def test_bad_inputs():
 
 @row("adapted", "asked in the forward alone")
 def test_policy_with_state():
-    """A policy that counts is asked once for each op of the forward, and never in the recomputation."""
     asked = []
 
     class Counts:
