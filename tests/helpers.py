@@ -160,16 +160,25 @@ def batched(args: tuple[Tensor, ...], size: int = 2) -> tuple[Tensor, ...]:
     )
 
 
-class OpCounter(TorchDispatchMode):
+class Watched(TorchDispatchMode):
+    """Tells `look` of each op that has run below autograd: the op, what it was given, what it returned."""
+
+    def __init__(self, look: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]) -> None:
+        super().__init__()
+        self.look = look
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.look(func, args, kwargs or {}, out)
+        return out
+
+
+class OpCounter(Watched):
     """Counts the ops that run below autograd."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func._schema.name.split("::")[1]] += 1
-        return func(*args, **(kwargs or {}))
+        super().__init__(lambda op, *_: self.counts.update([op._schema.name.split("::")[1]]))
 
     def __getitem__(self, name: str) -> int:
         return self.counts[name]

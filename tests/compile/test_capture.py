@@ -28,7 +28,6 @@ from tests.compiled import Graphs, compiled
 from tests.helpers import TORCH, rand, same
 from tests.tools.test_capture import RUNS, WRAPS, W, X, model
 
-transforms = pytest.mark.parametrize("transform", [capture_grads])
 NAMES = ["h", "out"]
 
 
@@ -74,12 +73,11 @@ def loss_of(wrap, names=("h",)):
 
 
 @pytest.mark.slow
-@transforms
-def test_the_function_itself_and_in_other_code(transform):
-    f = transform(loss_of(remat), NAMES)
-    want = transform(loss_of(WRAPS["none"]), NAMES)(W, X)
+def test_the_function_itself_and_in_other_code():
+    f = capture_grads(loss_of(remat), NAMES)
+    want = capture_grads(loss_of(WRAPS["none"]), NAMES)(W, X)
     same(compiled(f)(W, X), want)
-    same(compiled(lambda w, x: transform(loss_of(remat), NAMES)(w, x))(W, X), want)
+    same(compiled(lambda w, x: capture_grads(loss_of(remat), NAMES)(w, x))(W, X), want)
 
 
 @pytest.mark.slow
@@ -108,20 +106,18 @@ def test_captured_parameters():
 
 
 @pytest.mark.slow
-@transforms
-def test_trees_and_integers_and_repeated_names(transform):
+def test_trees_and_integers_and_repeated_names():
     def f(x):
         h = checkpoint_name({"a": x.exp(), "i": x.argmax(), "s": 3}, "t")
         for _ in range(3):
             x = checkpoint_name(x * 2, "x")
         return (h["a"] + x).sum()
 
-    same(compiled(transform(remat(f), ("t", "x")))(X), transform(f, ("t", "x"))(X))
+    same(compiled(capture_grads(remat(f), ("t", "x")))(X), capture_grads(f, ("t", "x"))(X))
 
 
 @pytest.mark.slow
-@transforms
-def test_captures_in_captures(transform):
+def test_captures_in_captures():
     def outer(wrap):
         inner = capture(wrap(lambda x: checkpoint_name(x * 2, "a").exp()), "a")
         scored = capture_grads(wrap(lambda x: (checkpoint_name(x.sin(), "a") * x).sum()), "a", argnums=0)
@@ -133,7 +129,10 @@ def test_captures_in_captures(transform):
 
         return wrap(f)
 
-    same(compiled(transform(outer(remat), ["a", "b"]))(X), transform(outer(WRAPS["none"]), ["a", "b"])(X))
+    same(
+        compiled(capture_grads(outer(remat), ["a", "b"]))(X),
+        capture_grads(outer(WRAPS["none"]), ["a", "b"])(X),
+    )
 
 
 POLICIES = {"everything": save_everything, "names": save_names("h"), "budget": checkpoint_policy(budget=0.5)}
@@ -179,10 +178,13 @@ def test_random_numbers_are_those_of_the_function():
 
 
 @pytest.mark.slow
-@transforms
-def test_through_inductor(transform):
+def test_through_inductor():
     equal(
-        vmap(transform(loss_of(remat), NAMES), (None, 0)), W, X[:, None], backend="inductor", tolerance=1e-7
+        vmap(capture_grads(loss_of(remat), NAMES), (None, 0)),
+        W,
+        X[:, None],
+        backend="inductor",
+        tolerance=1e-7,
     )
 
 
@@ -203,18 +205,17 @@ REFUSED = {
 }
 
 
-@transforms
 @pytest.mark.parametrize(("f", "message"), REFUSED.values(), ids=REFUSED)
-def test_errors(transform, f, message):
+def test_errors(f, message):
     with pytest.raises(exc.Unsupported) as refused:
-        compiled(transform(f, "hiden" if "hidden" in message else "c"))(X)
+        compiled(capture_grads(f, "hiden" if "hidden" in message else "c"))(X)
     text = str(refused.value).replace("\\'", "'")
     # Until 2.12 an exception that leaves an operator's graph may be a side effect to Dynamo.
     old = TORCH < (2, 13) and f in (scanned, torch_)
     assert message in text or (old and "Unsafe side effect" in text)
-    if f is not torch_ or transform is capture:  # torch.func refuses torch.utils.checkpoint
+    if f is not torch_:  # torch.func refuses torch.utils.checkpoint
         # What is not asked for may stand anywhere.
-        equal(transform(f, []), X)
+        equal(capture_grads(f, []), X)
 
 
 def test_no_scalar():
@@ -222,19 +223,17 @@ def test_no_scalar():
         compiled(capture_grads(lambda x: checkpoint_name(x, "h"), "h"))(X)
 
 
-@transforms
-def test_what_dynamo_refuses_in_a_region_names_it(transform):
+def test_what_dynamo_refuses_in_a_region_names_it():
     region = remat(lambda x: checkpoint_name(x.sin() if x.sum() > 0 else x, "h").sum(), name="my block")
     with pytest.raises(exc.Unsupported) as refused:
         # Of an operator around one whose graph is still empty 2.13 cannot print the error.
-        compiled(transform(lambda x: region(x.cos()) * 2, "h"))(X)
+        compiled(capture_grads(lambda x: region(x.cos()) * 2, "h"))(X)
     assert "region 'my block'" in str(refused.value)
     assert "write torch.where for if, return values, draw outside" in str(refused.value)
 
 
 @pytest.mark.slow
-@transforms
-def test_a_broken_graph_says_so(transform):
+def test_a_broken_graph_says_so():
     def broken(x):
         y = checkpoint_name(x.sin(), "h")
         torch._dynamo.graph_break()
@@ -243,15 +242,14 @@ def test_a_broken_graph_says_so(transform):
     for f in (broken, remat(broken)):
         torch._dynamo.reset()
         with pytest.raises(RematError, match="broke the graph inside the function that is looked into"):
-            torch.compile(transform(f, "h"), backend="aot_eager")(X)
-        same(transform(f, "h")(X), transform(lambda x: checkpoint_name(x.sin(), "h").sum(), "h")(X))
+            torch.compile(capture_grads(f, "h"), backend="aot_eager")(X)
+        same(capture_grads(f, "h")(X), capture_grads(lambda x: checkpoint_name(x.sin(), "h").sum(), "h")(X))
 
 
-@transforms
-def test_a_failure_leaves_no_level(transform):
+def test_a_failure_leaves_no_level():
     policy = checkpoint_policy(lambda info: 1 / 0)  # pyright: ignore
     region = remat(lambda x: checkpoint_name(x.sin(), "h").exp(), policy=policy)
     with pytest.raises(exc.BackendCompilerFailed, match="division by zero"):
-        compiled(vmap(grad(lambda x: transform(lambda x: region(x).sum(), "h")(x)[0])))(X)
+        compiled(vmap(grad(lambda x: capture_grads(lambda x: region(x).sum(), "h")(x)[0])))(X)
     assert not in_transform()
     checkpoint(torch.sin, X.clone().requires_grad_(), use_reentrant=False).sum().backward()

@@ -82,9 +82,8 @@ def test_regions_run_the_forward_once_more_and_cost_nothing_else(triton):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["moe"])
-def test_recomputation_spills_no_more_and_runs_no_kernel_twice(triton, model):
-    small = named(model, depth=1, width=128, heads=4, seq=128, batch=2)
+def test_recomputation_spills_no_more_and_runs_no_kernel_twice(triton):
+    small = named("moe", depth=1, width=128, heads=4, seq=128, batch=2)
     problem = small.problem(torch.device("cpu"), torch.bfloat16, 0)
 
     def compiled(wrap):
@@ -120,11 +119,10 @@ def mlp_under(wrap):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [remat], ids=["save_nothing"])
-def test_live_bytes_of_the_cpu_wrapper_are_those_of_the_profiler(wrap):
+def test_live_bytes_of_the_cpu_wrapper_are_those_of_the_profiler():
     weights = [(torch.randn(64, 256) / 8, torch.randn(256, 64) / 16) for _ in range(4)]
     leaves = [w.requires_grad_() for pair in weights for w in pair]
-    x, loss = torch.randn(1024, 64), mlp_under(wrap)
+    x, loss = torch.randn(1024, 64), mlp_under(remat)
     traces, _ = trace(loss, (weights, x), {})
     assert traces.forward is not None and traces.backward is not None
     run = Simulation(lowered(traces.forward, None, False, False), None)
@@ -197,8 +195,7 @@ def test_what_only_gives_a_shape_is_not_lost(triton):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card", ["b200"])
-def test_flex_attention_and_kernels_of_users_are_compiled(triton, card):
+def test_flex_attention_and_kernels_of_users_are_compiled(triton):
     from torch.nn.attention.flex_attention import flex_attention
 
     from tests.compile.triton_kernel import Added
@@ -214,7 +211,7 @@ def test_flex_attention_and_kernels_of_users_are_compiled(triton, card):
 
     x = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     w = torch.empty(64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    report = compile_for(card, step, x, w)
+    report = compile_for("b200", step, x, w)
     assert report.forward and report.backward and report.survived
     assert [region.ops["flex_attention"] for region in report.regions] == [1, 1]
     for graph in (report.forward, report.backward):

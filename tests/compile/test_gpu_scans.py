@@ -67,8 +67,7 @@ def test_a_block_is_lowered_once_and_launched_for_every_step():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [save_matmuls], ids=str)
-def test_rotary_tables_are_computed_once_in_a_block(policy):
+def test_rotary_tables_are_computed_once_in_a_block():
     """Not in each kernel that reads them: of the queries, the keys, and what is pulled back."""
 
     def turned(x: Tensor) -> Tensor:
@@ -78,7 +77,7 @@ def test_rotary_tables_are_computed_once_in_a_block(policy):
         up, down = weights
         return turned(x @ up) * turned(x @ down) + x, None
 
-    found = report(4, scanned(attending, policy=policy, checkpoints="all"))
+    found = report(4, scanned(attending, policy=save_matmuls, checkpoints="all"))
     for graph in (found.forward, found.backward):
         assert graph and len(graph.blocks) == 1
         kernels = graph.blocks[0].split("async_compile.triton")
@@ -130,11 +129,10 @@ def test_steps_left_over_from_blocks_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"checkpoints": "all", "policy": save_matmuls}], ids=["products"])
-def test_live_bytes_of_a_scan_on_the_cpu_are_those_of_the_profiler(options):
+def test_live_bytes_of_a_scan_on_the_cpu_are_those_of_the_profiler():
     x, weights = torch.randn(1024, 64), (torch.randn(8, 64, 256) / 8, torch.randn(8, 256, 64) / 16)
     leaves = [w.requires_grad_() for w in weights]
-    loss = scanned(**options)
+    loss = scanned(checkpoints="all", policy=save_matmuls)
     traces, _ = trace(loss, (x, weights), {})
     assert traces.forward is not None and traces.backward is not None
     run = Simulation(lowered(traces.forward, None, False, False), None, traces.blocks)

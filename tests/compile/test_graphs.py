@@ -224,9 +224,8 @@ class Network(nn.Module):
         return x.square().sum()
 
 
-@pytest.mark.parametrize("policy", [save_matmuls], ids=repr)
-def test_modules(policy):
-    network = Network(lambda block: remat(block, policy=policy)).double()
+def test_modules():
+    network = Network(lambda block: remat(block, policy=save_matmuls)).double()
     plain = Network(lambda block: block).double()
     graphs = Graphs(network)
     for seed in range(2):
@@ -236,7 +235,7 @@ def test_modules(policy):
         same([p.grad for p in network.parameters()], [p.grad for p in plain.parameters()])
     assert graphs.frames == 1
     # Of each block a product for its weight, one for what went into it, and what is not kept.
-    assert graphs.backward["mm"] + graphs.backward["addmm"] == 6 + (3 if policy == save_nothing else 0)
+    assert graphs.backward["mm"] + graphs.backward["addmm"] == 6
 
 
 @pytest.mark.slow
@@ -267,8 +266,7 @@ def test_methods_and_static_arguments():
         same(torch.autograd.grad(got, x), torch.autograd.grad(want, x))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-def test_custom_ops_and_old_style_functions(backend):
+def test_custom_ops_and_old_style_functions():
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -283,7 +281,7 @@ def test_custom_ops_and_old_style_functions(backend):
         return torch.ops.remat_tests.square(Doubled.apply(x.tanh()))
 
     x = rand(3).requires_grad_()
-    got = torch.autograd.grad(compiled(lambda x: remat(region)(x).sum(), backend)(x), x)
+    got = torch.autograd.grad(compiled(lambda x: remat(region)(x).sum(), "aot_eager")(x), x)
     same(got, torch.autograd.grad(region(x).sum(), x))
 
 
@@ -307,11 +305,10 @@ def test_without_gradients_the_function_runs_as_it_is():
     assert graphs.forward["mm"] == 2 and graphs.forward["fence"] == 0
 
 
-@pytest.mark.parametrize("policy", [save_matmuls], ids=repr)
-def test_ahead_of_time_without_dynamo(policy):
+def test_ahead_of_time_without_dynamo():
     w, x = shared()
     w.requires_grad_()
-    loss, found = chain(2, policy), {}
+    loss, found = chain(2, save_matmuls), {}
 
     def keep(name) -> Any:
         def compiler(module, _):
@@ -323,7 +320,7 @@ def test_ahead_of_time_without_dynamo(policy):
     cut = min_cut_rematerialization_partition
     run = aot_function(loss, fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=cut)
     same(torch.autograd.grad(run(w, x), w), torch.autograd.grad(chain(2, save_everything)(w, x), w))
-    assert found["forward"]["mm"] == 2 and found["backward"]["mm"] == 3 + (2 if policy == save_nothing else 0)
+    assert found["forward"]["mm"] == 2 and found["backward"]["mm"] == 3
 
 
 # Dynamo's own, where it resumes after a break.
@@ -343,8 +340,7 @@ def test_a_graph_break_in_a_region_runs_it_in_eager(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", ["inside"])
-def test_callables_of_every_kind(made):
+def test_callables_of_every_kind():
     w, x = shared()
 
     class Product:
@@ -364,10 +360,9 @@ def test_callables_of_every_kind(made):
     ]
     for fn in kinds:
         torch._dynamo.reset()
-        region = remat(fn)
 
-        def loss(x, fn=fn, region=region):
-            return (region if made == "outside" else remat(policy=save_nothing)(fn))(x).square().sum()  # pyright: ignore
+        def loss(x, fn=fn):
+            return remat(policy=save_nothing)(fn)(x).square().sum()  # pyright: ignore
 
         graphs = Graphs(grad(loss))
         same(graphs(x), grad(lambda x, fn=fn: fn(x).square().sum())(x))

@@ -112,10 +112,9 @@ def stepped(run: Callable[..., Tensor], ws: Any, x: Tensor) -> Any:
 # -- what becomes of the graph ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [save_matmuls], ids=str)
-def test_equal_blocks_are_one_subgraph_each_way(once, policy):
+def test_equal_blocks_are_one_subgraph_each_way(once):
     ws, x = weights(), rand(4, 8).requires_grad_()
-    run, unmarked = (Calls(chain(remat(fn, policy=policy))) for fn in (marked(mlp), mlp))
+    run, unmarked = (Calls(chain(remat(fn, policy=save_matmuls))) for fn in (marked(mlp), mlp))
     same(stepped(run, ws, x), stepped(chain(mlp), ws, x), 1e-12)
     # The first one, which the subgraphs are made of, stays where it is.
     assert run.subgraphs == ([4], [4])
@@ -294,17 +293,12 @@ def test_what_inductor_cannot_call_is_written_out(once):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["backward"])
-def test_inductor_writes_a_function_for_all_of_them(name):
+def test_inductor_writes_a_function_for_all_of_them():
     ws, x = weights(6), rand(4, 8).requires_grad_()
     block = remat(marked(mlp), policy=save_matmuls)
 
-    def by_func(block):
-        return lambda ws, x: value_and_grad(chain(block))(ws, x)
-
     def step(block, compile_):
-        run = compile_(by_func(block) if name == "torch.func" else chain(block))
-        return run(ws, x) if name == "torch.func" else stepped(run, ws, x)
+        return stepped(compile_(chain(block)), ws, x)
 
     with config.patch(fx_graph_cache=False):
         found, codes = run_and_get_code(step, block, functools.partial(torch.compile, fullgraph=True))

@@ -141,15 +141,14 @@ def train(mesh, policy, sequence, x, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [True])
-def test_policies_keep_what_they_say(mesh, sequence):
+def test_policies_keep_what_they_say(mesh):
     """Bytes at most those of torch's selective checkpoint with the same verdicts; gradients bit for bit."""
     x = torch.randn(2, 16, 32)
-    expected, plain, _ = train(mesh, None, sequence, x)
-    _, torchs, _ = train(mesh, SAC, sequence, x)
+    expected, plain, _ = train(mesh, None, True, x)
+    _, torchs, _ = train(mesh, SAC, True, x)
     kept = {}
     for policy in (save_nothing, save_names("hidden"), save_matmuls, save_everything):
-        found, kept[policy], _ = train(mesh, policy, sequence, x)
+        found, kept[policy], _ = train(mesh, policy, True, x)
         assert all(map(torch.equal, found, expected)), policy
     assert kept[save_nothing] < kept[save_names("hidden")] < plain
     assert kept[save_nothing] < kept[save_matmuls] <= torchs
@@ -254,11 +253,10 @@ def test_wrappers_as_arguments_are_planned(mesh, recwarn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [save_matmuls], ids=repr)
-def test_compiled(mesh, policy):
+def test_compiled(mesh):
     """Modules that are sharded inside a region: the graph has the recomputation of this rank's part."""
     x, found = torch.randn(2, 16, 32), []
-    for given in (None, policy):
+    for given in (None, save_matmuls):
         torch._dynamo.reset()
         block = model(mesh, given, True)[0]
         if given is not None:
@@ -322,8 +320,7 @@ def test_reports_say_how_kept_values_lie(mesh):
     assert not any("placements" in t.columns for t in plain.page().tables)
 
 
-@pytest.mark.parametrize("policy", [offload(save_matmuls)], ids=repr)
-def test_ways_of_differentiating(mesh, policy):
+def test_ways_of_differentiating(mesh):
     """A region in a region, a second backward, one result at a time, a backward inside, hooks around."""
     stack: Any = model(mesh, None, True)
 
@@ -355,7 +352,7 @@ def test_ways_of_differentiating(mesh, policy):
 
     for way in (nested, twice, one_by_one, inside, hooked):
         found = []
-        for wrap in (lambda f: f, lambda f: remat.remat(f, policy=policy)):
+        for wrap in (lambda f: f, lambda f: remat.remat(f, policy=offload(save_matmuls))):
             x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
             stack.zero_grad()
             way(wrap, x)

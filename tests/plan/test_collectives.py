@@ -1,15 +1,13 @@
 """Collectives as values that names, prices and plans speak of, on one rank of a fake process group."""
 
-import collections
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as sent
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import checkpoint_name, checkpoint_policy, remat, save_names, save_nothing, saved_residuals
+from tests.helpers import OpCounter
 from tests.plan.inside import DEVICES, Linked, cost_model, record
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -34,16 +32,6 @@ def exchanged(x, group):
     return sent.all_to_all_single_autograd(x, None, None, group)
 
 
-class Counted(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.overloadpacket] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("send", "op", "rows"),
     [(scattered, c10d.reduce_scatter_tensor, 2), (exchanged, c10d.all_to_all_single, 4)],
@@ -60,9 +48,9 @@ def test_a_named_collective_is_not_sent_again(group, send, op, rows):
         region = block if policy is None else remat(block, policy=policy)
         for _ in range(2):
             loss = region(x, w).sum()
-            with Counted() as backward:
+            with OpCounter() as backward:
                 loss.backward()
-            ran[policy] = backward.counts[op]
+            ran[policy] = backward[op.__name__]
     assert ran[save_names("sent")] == ran[None] == ran[save_nothing] - 1
     (kept,) = [r for r in saved_residuals(remat(block, policy=save_names("sent")), x, w) if r.why == "policy"]
     assert (kept.op.overloadpacket, kept.name, kept.shape) == (op, "sent", (rows, 8))

@@ -5,6 +5,7 @@ import torch
 
 from remat import RematError, register_op
 from remat.plan import BudgetPolicy, Flops, Plan
+from tests.helpers import Watched
 from tests.plan.inside import Bound, Graph, Repeats, fake_mode, least, record, solve
 from tests.plan.models import GPTBlock, LlamaBlock
 
@@ -29,22 +30,13 @@ def _bfloat16(make):
 
 def test_forward_lists_what_eager_dispatches():
     """Position by position the same ops as an eager run with data: a plan's positions mean the same there."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Names(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
+    seen: list[str] = []
     for block in (GPTBlock(32, 4), GPTBlock(32, 4, dropout=0.1)):
         x = torch.randn(2, 8, 32, requires_grad=True)
-        with Names() as mode:
+        seen.clear()
+        with Watched(lambda op, *_: seen.append(str(op))):
             block(x)
-        eager = [name for name in mode.seen if name != "aten.detach.default"]
+        eager = [name for name in seen if name != "aten.detach.default"]
         assert list(Graph(record(block, (x,))).names) == eager
 
 

@@ -119,9 +119,8 @@ def test_what_a_call_has_run_is_planned_for_the_next_one():
     assert first == 0 < second == third == kept(remat(chain, policy=BUDGET))
 
 
-@pytest.mark.parametrize("dropout", [0.2])
-def test_a_graph_that_was_learned_is_the_one_that_was_looked_at(dropout):
-    block, x = GPTBlock(32, 4, dropout), torch.randn(2, 8, 32, requires_grad=True)
+def test_a_graph_that_was_learned_is_the_one_that_was_looked_at():
+    block, x = GPTBlock(32, 4, 0.2), torch.randn(2, 8, 32, requires_grad=True)
     tapes = []
     policy = Tapes(tapes)
     remat(block, policy=policy)(x)
@@ -226,14 +225,6 @@ class Counting(nn.Module):
         return chain(x.repeat(1, self.width // 4)[:, :4] * 2)
 
 
-def test_a_counter_does_not_have_every_call_looked_at(traced):
-    module = Counting()
-    region = remat(module, policy=BUDGET)
-    for _ in range(8):
-        torch.testing.assert_close(step(region), step(Counting()))
-    assert len(traced) == 3 and module.calls == 8
-
-
 def test_sizes_that_no_key_knows_keep_to_the_budget():
     """A number that is not a mere counter: what is planned as small turns out to be large."""
 
@@ -300,14 +291,13 @@ def test_an_iterator_is_not_used_up_by_a_plan():
         torch.testing.assert_close(region(X), expected)
 
 
-@pytest.mark.parametrize("fn", [numpy])
-def test_who_asks_for_a_plan_of_what_needs_data_is_told_so(fn):
+def test_who_asks_for_a_plan_of_what_needs_data_is_told_so():
     with pytest.raises(RematError, match="cannot be planned"):
-        BUDGET.plan(fn, X)
+        BUDGET.plan(numpy, X)
     with pytest.raises(RematError, match="cannot be planned"):
-        pareto(fn, X)
+        pareto(numpy, X)
     with pytest.raises(RematError, match="cannot be planned"):
-        fit(lambda x: remat(chain, policy=BUDGET)(fn(x)).sum(), X, budget=0.5)
+        fit(lambda x: remat(chain, policy=BUDGET)(numpy(x)).sum(), X, budget=0.5)
 
 
 def test_a_warning_about_a_budget_is_at_the_users_line():
@@ -344,11 +334,10 @@ def test_layers_of_one_code_that_cannot_be_looked_at_each_learn_their_plan():
         assert plan.saved
 
 
-@pytest.mark.parametrize("share", [0.0125])
-def test_a_share_that_no_plan_of_a_model_can_meet_warns(share):
+def test_a_share_that_no_plan_of_a_model_can_meet_warns():
     block = remat(lambda x: torch.sin(x @ W).exp(), policy=checkpoint_policy(budget=0.5))
     with pytest.warns(UserWarning, match="below the least these regions can keep"):
-        fit(lambda x: block(block(x)).sum(), X, budget=share)
+        fit(lambda x: block(block(x)).sum(), X, budget=0.0125)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(lambda x: block(block(x)).sum(), X, budget=0.0)

@@ -5,10 +5,10 @@ import time
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import RematError, checkpoint_policy, remat
 from remat.plan import Roofline, measuring
+from tests.helpers import Watched
 from tests.plan.inside import (
     DEVICES,
     Measured,
@@ -225,16 +225,13 @@ def test_probes_of_every_kind_run(monkeypatch, tmp_path):
 def test_a_probe_moves_the_bytes_that_it_counts(kind):
     """A sum of a tensor with itself reads one operand, and was counted as three."""
 
-    class Moved(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            storages = {t.untyped_storage() for t in (*args, out) if isinstance(t, torch.Tensor)}
-            moved.append(sum(s.nbytes() for s in storages))
-            return out
+    def look(op, args, kwargs, out):
+        storages = {t.untyped_storage() for t in (*args, out) if isinstance(t, torch.Tensor)}
+        moved.append(sum(s.nbytes() for s in storages))
 
     for probe in list(speeds.probes(kind, torch.float32, "cpu"))[:2]:
         run, moved = probe.make(), []
-        with Moved():
+        with Watched(look):
             run()
         assert moved == [probe.bytes]
 

@@ -3,34 +3,25 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat import register_op
-from tests.helpers import TORCH, rand
+from tests.helpers import TORCH, Watched, rand
 from tests.policies.inside import OpInfo, TensorMeta, describe, known_flops
 
 aten = torch.ops.aten
 
 
-class Infos(TorchDispatchMode):
-    """Collects the OpInfo of every op."""
-
-    def __init__(self):
-        super().__init__()
-        self.infos = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        outs = out if isinstance(out, tuple) else (out,)
-        self.infos.append(OpInfo(func, describe(args), describe(kwargs or {}), describe(outs)))
-        return out
-
-
 def counted(fn, *args):
-    with Infos() as seen:
+    flops = []
+
+    def look(op, args, kwargs, out):
+        outs = out if isinstance(out, tuple) else (out,)
+        flops.append(OpInfo(op, describe(args), describe(kwargs), describe(outs)).flops)
+
+    with Watched(look):
         fn(*args)
-    return sum(info.flops for info in seen.infos)
+    return sum(flops)
 
 
 def by_torch(fn, *args):

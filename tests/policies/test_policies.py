@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import RematError, checkpoint_policy, remat, saved_residuals, scan_remat
 from remat.nn import apply_to
@@ -29,7 +28,7 @@ from remat.policies import (
     save_weight_matmuls,
     where,
 )
-from tests.helpers import crossed, forget
+from tests.helpers import OpCounter, crossed, forget
 from tests.policies.inside import Call, Decision, OpInfo, TensorMeta, _catalogue as catalogue
 
 aten = torch.ops.aten
@@ -468,19 +467,11 @@ def test_a_registered_attention_op_is_kept_in_a_region(how):
     def region(x):
         return torch.sin(op(torch.sin(x), k)).sum()
 
-    class Seen(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            Seen.count += func._schema.name == name
-            return func(*args, **(kwargs or {}))
-
     def again(policy):
         out = remat(region, policy=policy)(x)
-        Seen.count = 0
-        with Seen():
+        with OpCounter() as ops:
             out.backward()
-        return Seen.count
+        return ops[name.split("::")[1]]
 
     try:
         assert again(save_attention) == 1

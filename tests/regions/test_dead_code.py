@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import checkpoint_policy, remat, save_everything, save_matmuls, save_nothing, saved_residuals
-from tests.helpers import LiveBytes, crossed, rand
+from tests.helpers import LiveBytes, OpCounter, crossed, rand
 
 N, WIDE = 8, 32
 POLICIES = {
@@ -15,14 +14,6 @@ POLICIES = {
     "save_everything": save_everything,
     "budget": checkpoint_policy(budget=0.5),
 }
-
-
-class Products(TorchDispatchMode):
-    n = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += func is torch.ops.aten.mm.default
-        return func(*args, **(kwargs or {}))
 
 
 class Twice(torch.autograd.Function):
@@ -94,9 +85,9 @@ def gradients(fn, x, w, seed=0):
 
 
 def count(fn):
-    with Products() as products:
+    with OpCounter() as ops:
         fn()
-    return products.n
+    return ops["mm"]
 
 
 @pytest.mark.filterwarnings("ignore:.*budget of:UserWarning", "ignore:.*cannot be planned:UserWarning")

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat, save_matmuls, save_nothing
-from tests.helpers import gradients, rand as values, same
+from tests.helpers import Watched, gradients, rand as values, same
 from tests.regions.inside import direct_call, modes, tensors_in
 
 aten = torch.ops.aten
@@ -162,16 +161,6 @@ CALLS = {
 }
 
 
-class Noting(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def test_every_binding_is_tried():
     assert CALLS.keys() == modes._bindings.keys()
 
@@ -183,9 +172,9 @@ def test_a_binding_calls_its_op(op):
     count = next((i for i, arg in enumerate(args) if not isinstance(arg, torch.Tensor)), len(args))
     calls, outs = [], []
     for call in (op, direct_call(op, count)):
-        with torch.no_grad(), Noting() as noting:
+        calls.append([])
+        with torch.no_grad(), Watched(lambda op, args, kwargs, _: calls[-1].append((op, args, kwargs))):
             outs.append(list(tensors_in(call(*args))))
-        calls.append(noting.calls)
     assert direct_call(op, count) is modes._bindings[op][0]
     assert repr(calls[0]) == repr(calls[1]) and calls[0][0][0] is op
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(*outs, strict=True))

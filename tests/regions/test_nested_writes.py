@@ -48,8 +48,6 @@ def built(steps: list[Any], wrap: Callable[[Any], Any], queue: Tensor) -> Callab
             if step == "write":
                 with torch.no_grad():
                     queue.copy_(torch.cat([h.detach()[:1], queue[:-1]]))
-            elif step == "write a view":
-                queue.view(-1)[::4].add_(h.detach().mean())
             elif isinstance(step, list):
                 h = built(step, wrap, queue)(h)
             else:
@@ -78,11 +76,8 @@ REFUSED = {1190}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seeds", [range(20), pytest.param(range(1000, 1250), marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_regions_in_regions_see_a_buffer_as_it_was(seeds: range) -> None:
-    compared = 0
+def test_regions_in_regions_see_a_buffer_as_it_was() -> None:
+    compared, seeds = 0, range(1000, 1250)
     for seed in seeds:
         dice = random.Random(seed)
         steps, policy, twice = drawn(dice), dice.choice([None, save_matmuls]), dice.random() < 0.4

@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat, save_nothing, save_ops, saved_residuals
-from tests.helpers import TORCH, crossed
+from tests.helpers import TORCH, OpCounter, Watched, crossed
 from tests.regions import only_shapes
 from tests.regions.inside import reachability
 
@@ -68,14 +67,6 @@ OWN_INDEX = {
 }
 
 
-class Sines(TorchDispatchMode):
-    n = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += func is aten.sin.default
-        return func(*args, **(kwargs or {}))
-
-
 def given(node, dtype=torch.float64):
     torch.manual_seed(0)
     return torch.randn(PROGRAMS[node][0], dtype=dtype, requires_grad=True)
@@ -120,10 +111,10 @@ def test_nothing_is_kept_or_run_again(node):
     assert own or saved_residuals(region, x).kept_bytes <= plain - x.nbytes
     for _ in range(3):
         out = region(x)
-        with Sines() as sines:
+        with OpCounter() as ops:
             (grad,) = torch.autograd.grad(out.sum(), x)
         assert torch.equal(grad, first(fn, x))
-        assert sines.n == 0
+        assert ops["sin"] == 0
     assert torch.equal(second(region, x), second(fn, x))
 
 
@@ -158,9 +149,9 @@ def test_otherwise_it_is_kept(how):
     region = remat(fn)
     for _ in range(2):
         out = region(x)
-        with Sines() as sines:
+        with OpCounter() as ops:
             (grad,) = torch.autograd.grad(out.sum(), x)
-        assert sines.n == 1
+        assert ops["sin"] == 1
         torch.testing.assert_close(grad, first(fn, x))
 
 
@@ -199,19 +190,6 @@ def test_torchs_own_samples(name):
     assert found and all(ok for *_, ok in found)
 
 
-class Ran(TorchDispatchMode):
-    """Of the batch norms that run whether they are given running statistics."""
-
-    def __init__(self):
-        super().__init__()
-        self.statistics = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is aten.native_batch_norm.default:
-            self.statistics.append(args[3] is not None)
-        return func(*args, **(kwargs or {}))
-
-
 class Norms(nn.Module):
     """Two layers of one norm, and a sine in front of each."""
 
@@ -240,12 +218,19 @@ def test_running_statistics_are_neither_held_nor_written_again(read, options):
     region = remat(other)
     held = {saved.path for saved in saved_residuals(region, x)}
     assert ("norm.running_mean" in held) == bool(read)
+    statistics: list[bool] = []
+
+    def look(op, args, kwargs, out):
+        if op is aten.native_batch_norm.default:
+            statistics.append(args[3] is not None)
+
     for _ in range(3):
         right, out = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()]), region(x)
-        with Ran() as norms:
+        statistics.clear()
+        with Watched(look):
             found = torch.autograd.grad(out.square().sum(), [x, *other.parameters()])
         assert all(map(torch.equal, found, right))
-        assert norms.statistics == [bool(read)] * 2
+        assert statistics == [bool(read)] * 2
         assert all(map(torch.equal, other.buffers(), plain.buffers()))
     second = torch.autograd.functional.hvp(lambda x: region(x).square().sum(), x, torch.ones_like(x))[1]
     torch.testing.assert_close(

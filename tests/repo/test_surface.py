@@ -66,7 +66,6 @@ def test_a_star_takes_no_name_of_torch() -> None:
 
 
 # Each name of the version before, what uses it, and what the warning says to write.
-FIT = "remat.fit(fn, *args, budget=...)"
 OLD = {
     "remat.save_unbatched_matmuls": ("found is remat.save_weight_matmuls", "remat.save_weight_matmuls"),
     "remat.policies.save_unbatched_matmuls": (

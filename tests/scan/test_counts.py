@@ -9,33 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat, saved_residuals, scan_remat, while_remat
 from remat.policies import save_everything
 from remat.schedules import Multilevel, Online, Revolve, Sqrt, advances
-from tests.helpers import crossed, sparse
+from tests.helpers import OpCounter, crossed, sparse
 from tests.scan.inside import Store, spec, to_host
 
 STEPS = 4
 
 
-class Ops(TorchDispatchMode):
-    """Counts the ops that run below autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def backward_ops(value: torch.Tensor, targets: Any) -> Counter[str]:
-    with Ops() as ops:
+    with OpCounter() as ops:
         torch.autograd.grad(value, targets)
-    return ops.calls
+    return ops.counts
 
 
 def three_sines(w):
