@@ -234,6 +234,11 @@ def test_values():
     assert repr(policy | save_matmuls) == "save_modules('*.o_proj', '*.mlp') | save_matmuls"
     assert repr(save_modules("*.q", strict=True)) == "save_modules('*.q', strict=True)"
     assert pickle.loads(pickle.dumps(presets.minimal)) == presets.minimal
+    whole, part = (
+        presets.custom({"query_proj": "remat", "mlpwi": "device"}),
+        presets.custom({"mlpwi": "device"}),
+    )
+    assert vars(whole)["rules"] == vars(part)["rules"]
 
 
 def test_offloaded_modules():

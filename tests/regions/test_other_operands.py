@@ -23,6 +23,7 @@ from tests.helpers import crossed, unseen
 
 POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+SPARSE = torch.eye(3).to_sparse() * 2
 MATRICES = [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(1, 4)]
 
 
@@ -56,6 +57,12 @@ def constant(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor
 def argument(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
     # Of two operands that have the same shape.
     return (x if state["on"] else state["also"]).sin().exp() * x * state["also"]
+
+
+def behind_a_sparse_one(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    # Of two operands the first has no memory that could be compared.
+    one, other = x.sin(), x.cos()
+    return torch.sparse.mm(SPARSE, one if state["on"] else other).exp() * one * other
 
 
 WAYS = [listed, operand, look, constant, argument]
@@ -118,7 +125,7 @@ def test_another_tensor_raises(way: Any, pull: Any, policy: Any) -> None:
     torch.testing.assert_close(stays, plain)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, behind_a_sparse_one])
 def test_another_tensor_raises_in_plain_autograd_where_the_function_runs_again(way: Any) -> None:
     def raw(*given: Any) -> torch.Tensor:
         made = unseen(torch.empty(1), 2.0)  # by no op: the recorded ops do not tell what is computed

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.func import grad
 
 from remat import RematError, checkpoint_policy, remat, save_matmuls, save_nothing, save_ops
 from tests.helpers import OpCounter, gradients, leaves_of, rand, same, scalar
@@ -146,3 +147,18 @@ def test_methods_of_a_module_do_not_teach_each_other():
         remat(net.forces)(x)  # between the forward and the backward of the other
         got = torch.autograd.grad(out.sum(), (x, net.weight))
         same(got, torch.autograd.grad((x.sin() * net.looks(x)).sum(), (x, net.weight)))
+
+
+def test_whether_arguments_share_memory_is_asked_in_every_call_under_two_levels():
+    """Torch refuses to write to `a` there; a region is given it as an argument."""
+
+    def step(x, a, b):
+        a.mul_(2)
+        return x.sin() * b.clone()
+
+    region, x = remat(step), rand(3)
+    for shared in (True, False, True):
+        a = torch.full((3,), 1.5, dtype=x.dtype)
+        b = a[:] if shared else a.clone()
+        found = grad(lambda x, a=a, b=b: grad(lambda x: region(x, a, b).sum())(x).sum())(x)
+        same(found, -x.sin() * (3.0 if shared else 1.5))
