@@ -11,15 +11,7 @@ from torch.func import grad
 from remat import remat, save_everything, save_matmuls, scan_remat
 from remat.interop.jax import checkpoint_name, checkpoint_policies
 from remat.policies import offload, save_names
-from tests.conformance.counting import (
-    BACKWARDS,
-    check_grads,
-    jax_sin,
-    save_cos,
-    save_sin,
-    sines,
-    smooth_sin,
-)
+from tests.conformance.counting import BACKWARDS, check_grads, jax_sin, save_cos, save_sin, sines, smooth_sin
 from tests.conformance.rows import jax
 from tests.conformance.test_jax_policies import Sine, Sum
 from tests.helpers import OpCounter, forget, rand

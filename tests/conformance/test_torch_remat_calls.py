@@ -8,13 +8,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from remat import (
-    RematError,
-    is_recomputing,
-    remat,
-    save_everything,
-    saved_residuals,
-)
+from remat import RematError, is_recomputing, remat, save_everything, saved_residuals
 from tests.conformance.rows import row
 from tests.conformance.test_torch_remat import SavesOutput, Square, Triple, region, saved
 from tests.helpers import unseen

@@ -69,20 +69,6 @@ def test_tensors_in_keyword_arguments_that_are_written_to_raise(where):
         out.sum().backward()
 
 
-# -- modules with state -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("momentum", "policy"), [(0.1, save_nothing), (None, offload(save_matmuls))])
-def test_batch_norm_statistics_are_counted_once(policy, momentum):
-    plain, norm = (nn.BatchNorm1d(4, momentum=momentum).double() for _ in range(2))
-    region = remat(lambda x: torch.relu(norm(x)), policy=policy)
-    for seed in range(3):
-        x = rand(5, 4, seed=seed)
-        region(x.clone().requires_grad_()).sum().backward()
-        torch.relu(plain(x))
-    torch.testing.assert_close(norm.state_dict(), plain.state_dict())
-
-
 # -- torch's checkpoint beside regions, as functions and as hooks of modules -----------------------------
 
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import remat
 from remat import RematError, presets, save_matmuls, save_nothing, saved_residuals
 from tests.compiled import Graphs
-from tests.helpers import LiveBytes, crossed, same
+from tests.helpers import LiveBytes, crossed, same, sparse
 from tests.lanes import Late
 from tests.policies.inside import transfer
 
@@ -195,7 +195,7 @@ def test_written_between_the_passes(late, sent):
 
 
 def test_modules_and_presets(late: Late):
-    block = torch.nn.TransformerEncoderLayer(WIDTH, 4, 1024, dropout=0.0, batch_first=True)
+    block = torch.nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True)
     net = torch.nn.TransformerEncoder(block, 3, enable_nested_tensor=False)
     x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
     (net(x * 2).sum()).backward()
@@ -255,7 +255,7 @@ def test_refused(value):
 # -- compiled -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("made_inside", sparse([False, True]))
 def test_a_graph_sends_all_but_the_last(made_inside):
     torch._dynamo.reset()
     x, ws = given()

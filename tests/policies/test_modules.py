@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, vmap
 
 import remat
 from remat import RematError, UnmatchedName, checkpoint_policy, presets, save_matmuls, save_modules
+from tests.helpers import sparse
 from tests.policies.inside import ROLES, fits, role_of
 
 ITEM = 4
@@ -117,7 +118,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*list(WAYS)[:-1], pytest.param(list(WAYS)[-1], marks=pytest.mark.slow)])
 def test_paths(way, monkeypatch):
     if way in ("grad of grad", "compiled functional_call"):  # the kernel has no second derivative
         monkeypatch.setattr(Attention, "attend", lambda self, q, k, v: (q * k).softmax(-1) * v)
@@ -188,7 +189,7 @@ def test_save_modules(policy, shapes):
             assert [r.shape[-1] for r in found if r.why == "policy"] == shapes
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", sparse([False, True]))
 def test_equal_layers_under_a_pattern_for_one(compiled):
     plain, model = Model(4), Model(4)
     model.load_state_dict(plain.state_dict())

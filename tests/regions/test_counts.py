@@ -13,13 +13,7 @@ from remat.policies import (
     save_ops,
     save_weight_matmuls,
 )
-from tests.helpers import (
-    LiveBytes,
-    OpCounter,
-    leaves_of,
-    rand,
-    vjp,
-)
+from tests.helpers import LiveBytes, OpCounter, leaves_of, rand, vjp
 
 aten = torch.ops.aten
 

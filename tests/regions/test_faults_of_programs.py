@@ -16,7 +16,7 @@ from torch.func import grad, hessian, jvp, vmap
 from remat import capture, checkpoint_name, offload, remat, save_matmuls, scan_remat, while_remat
 from tests.compiled import compiled
 from tests.conftest import ambient
-from tests.helpers import LiveBytes, crossed, forget, rand, same, unseen
+from tests.helpers import LiveBytes, crossed, forget, rand, same, sparse, unseen
 from tests.regions.test_faults import ERRORS, Fault
 
 torch.manual_seed(0)
@@ -260,7 +260,7 @@ breaks.register_autograd(
 )
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", sparse(ERRORS))
 def test_a_fault_in_compiled_code(error):
     """In its forward, its recomputation and its backward."""
     inner = remat(lambda x, w: breaks(torch.tanh(breaks(x) @ w)).exp())

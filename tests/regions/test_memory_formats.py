@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from remat import checkpoint_policy, remat
 from remat.policies import offload, save_matmuls, save_nothing
+from tests.helpers import sparse
 
 # Of some programs nothing can be left out.
 pytestmark = pytest.mark.filterwarnings("ignore:A budget of 0.5 is below the least")
@@ -133,7 +134,7 @@ def test_hooks_that_hand_back_another_layout(policy):
         torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("name", ["channels_last", "stepped"])
+@pytest.mark.parametrize("name", sparse(["channels_last", "stepped"]))
 def test_compiled(name):
     """One region on several layouts in a graph. A function of degree one is its gradient times its argument,
     if both are made with the same mask."""

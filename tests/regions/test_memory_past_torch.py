@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import (
-    RematError,
-    remat,
-    saved_residuals,
-)
+from remat import RematError, remat, saved_residuals
 from tests.helpers import rand, same, unseen
 
 D = torch.float64

@@ -13,14 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from remat import (
-    checkpoint_policy,
-    remat,
-    save_everything,
-    save_matmuls,
-    save_nothing,
-    save_ops,
-)
+from remat import checkpoint_policy, remat, save_everything, save_matmuls, save_nothing, save_ops
 from tests.helpers import OpCounter, allocations, crossed, rand
 
 POLICIES: dict[str, Any] = {

@@ -14,13 +14,7 @@ import torch
 from torch import nn
 from torch.func import vmap
 
-from remat import (
-    RematError,
-    is_recomputing,
-    remat,
-    save_matmuls,
-    save_nothing,
-)
+from remat import RematError, is_recomputing, remat, save_matmuls, save_nothing
 from tests.helpers import LiveBytes, rand, same, unseen
 
 

@@ -11,15 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from remat import (
-    RematError,
-    checkpoint_name,
-    explain,
-    remat,
-    save_everything,
-    save_names,
-    save_nothing,
-)
+from remat import RematError, checkpoint_name, explain, remat, save_everything, save_names, save_nothing
 from remat.nn import apply
 from tests.helpers import rand
 from tests.tools.inside import BUILT_IN, CATEGORIES, format_bytes

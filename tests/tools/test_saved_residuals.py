@@ -8,15 +8,7 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from remat import (
-    Residual,
-    checkpoint_name,
-    offload,
-    remat,
-    save_matmuls,
-    save_names,
-    saved_residuals,
-)
+from remat import Residual, checkpoint_name, offload, remat, save_matmuls, save_names, saved_residuals
 from remat.jax_names import print_saved_residuals
 from remat.policies import save_everything, save_nothing
 from tests.bank import BANK, subject
