@@ -256,8 +256,8 @@ TORCHS = re.compile(
     "|value out of a tracing tensor"
     "|Nested forward mode AD|derivative for .* is not implemented|A carry must have the same shape"
 )
-# Of programs with a transform or a scan inside alone, whose results may be connected to what they do not depend
-# on: else an error of this kind is a region's.
+# Of programs with a transform or a scan inside alone, whose results may be connected to what they do not
+# depend on: else an error of this kind is a region's.
 OF_TRANSFORMS = re.compile(
     "modified by an inplace operation|what was saved was written to|Trying to use forward AD with"
     "|expand is unsupported for Sparse|vmap: aten::lerp_"

@@ -213,10 +213,6 @@ def run_eager(
 ) -> tuple[Any, Any]:
     """Run with the captured tensors as operands; one that the search missed is added and the scan starts
     again. `roots` are the functions whose captured tensors these are."""
-    if torch.compiler.is_compiling():
-        # Opaque to an enclosing torch.compile: traced, the loop would be unrolled and its graph grow with n.
-        apart: Any = torch.compiler.disable(run_eager)
-        return apart(body, spec, init, rows, roots, condition)
     with users_aside():
         return _run_eager(body, spec, init, rows, roots, condition)
 

@@ -6,9 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from remat._scan.scan import run_eager, structure
 from remat.schedules import Online, Revolve, Schedule, as_schedule
 from remat.transforms import WrongValue
+from remat.transforms.compat import uncompiled
 from remat.transforms.scan import ScanSpec, check_count, name_of
 
 C = TypeVar("C")
@@ -71,6 +74,15 @@ def while_remat(
             f"{name}: got checkpoints={checkpoints!r}; a loop of unknown length needs a number of carries "
             "or an Online schedule."
         )
+    # Opaque to an enclosing torch.compile: traced, the loop would be unrolled and its graph grow with n.
+    loop: Any = torch.compiler.disable(_loop) if torch.compiler.is_compiling() else _loop
+    return loop(name, cond, body, init, max_steps, schedule, on_step)
+
+
+@uncompiled
+def _loop(
+    name: str, cond: Any, body: Any, init: Any, max_steps: int | None, schedule: Schedule, on_step: Any
+) -> Any:
     spec = ScanSpec(name, max_steps, structure(init), structure(None), schedule, on_step=on_step)
     step = lambda carry, _: (body(carry), None)  # noqa: E731
     return run_eager(step, spec, init, [], (cond, body), cond)[0]

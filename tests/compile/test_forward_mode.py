@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.func import grad, hessian, jvp, vmap
 
-from remat import associative_scan_remat, remat, scan_remat, tiled
+from remat import associative_scan_remat, remat, scan_remat, tiled, while_remat
 from tests.compiled import compiled
 from tests.helpers import rand, same
 
@@ -126,3 +129,22 @@ def test_what_fails_inside_leaves_no_levels(fn):
     with pytest.raises(BackendCompilerFailed, match="cannot be drawn again from a seed"):
         compiled(lambda x: jvp(fn, (x,), (x,))[1])(x)
     same(jvp(grad(lambda x: x.sin().sum()), (x,), (x,))[1], -x.sin() * x)
+
+
+def test_a_loop_of_unknown_length_where_the_graph_breaks() -> None:
+    """Its carry is a tuple, whose structure Dynamo would make by torch's classes."""
+
+    def loop(x: Tensor) -> Tensor:
+        init = (torch.tensor(0), x)
+        return while_remat(lambda c: c[0] < 3, lambda c: (c[0] + 1, (c[1] * 1.5).sin()), init, max_steps=4)[1]
+
+    def ways(of: Any) -> list[Any]:
+        x = rand(4).requires_grad_()
+        return [
+            of(loop)(x.detach()),
+            *torch.autograd.grad(of(loop)(x).sum(), x),
+            of(lambda x: jvp(loop, (x,), (x,)))(x.detach()),
+            jvp(of(loop), (x.detach(),), (x.detach(),)),
+        ]
+
+    same(ways(lambda f: torch.compile(f, backend="aot_eager")), ways(lambda f: f))

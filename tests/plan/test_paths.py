@@ -225,6 +225,22 @@ class Counting(nn.Module):
         return chain(x.repeat(1, self.width // 4)[:, :4] * 2)
 
 
+def test_a_counter_does_not_have_looks_fail_at_every_call(recwarn):
+    class State:
+        calls = 0
+
+    state = State()
+
+    def fn(x):
+        state.calls += 1
+        return chain(x) if x.sum().item() else x
+
+    region = remat(fn, policy=BUDGET)
+    for _ in range(8):
+        torch.testing.assert_close(step(region), step(chain))
+    assert state.calls == 8 + 3 and len(recwarn) == 1
+
+
 def test_sizes_that_no_key_knows_keep_to_the_budget():
     """A number that is not a mere counter: what is planned as small turns out to be large."""
 

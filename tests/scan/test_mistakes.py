@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from remat import scan_layers, scan_remat, while_remat
+from remat import RematError, scan_layers, scan_remat, while_remat
 
 H, X = torch.ones(3), torch.ones(5, 3)
 wrong: Any = scan_remat  # called with what its types forbid
@@ -115,3 +116,23 @@ def test_eager_and_traced_scans_say_the_same(case):
     traced = message(torch.compile(mistake, backend="aot_eager", fullgraph=True))
     # Where Dynamo itself finds it, the error is part of its own, as Python shows it.
     assert any(eager.translate(quoted) in traced for quoted in ({}, {39: "\\'"}))
+
+
+def test_weights_that_hooks_drop_to_empty_tensors():
+    """The scan's node knows what they were when it was called."""
+    layer, x = nn.Linear(3, 3), torch.ones(3, requires_grad=True)
+    home = {name: p.data for name, p in layer.named_parameters()}
+
+    def give(values):
+        for name, value in values.items():
+            getattr(layer, name).data = value
+
+    def drop(*_):
+        give(dict.fromkeys(home, torch.empty(0)))
+
+    drop()
+    layer.register_forward_pre_hook(lambda *_: give(home))
+    layer.register_forward_hook(drop)
+    out = scan_remat(lambda c, _: (layer(c), None), x, length=2)[0]
+    with pytest.raises(RematError, match="has another shape there than when the scan was called"):
+        out.sum().backward()

@@ -306,6 +306,10 @@ def pull_back(
         if missed.around():
             raise
         raise read_again(scan.spec.name, missed) from None
+    except RuntimeError as error:
+        if "invalid gradient" in str(error) and "compatible with [0]" in str(error):
+            raise dropped(scan.spec.name) from error
+        raise
     check_seen(scan, machine.again)
     grads = machine.grads()
     return [g if need else None for g, need in zip(grads, needs, strict=True)]
@@ -331,6 +335,16 @@ def check_seen(scan: Scan, again: dict[int, list[Fingerprint]]) -> None:
                 "(Python numbers, attributes, tensors without gradients) must be the same in both "
                 "passes. Put it into the carry or into xs, or change it after the backward."
             )
+
+
+def dropped(name: str) -> RematError:
+    """What to raise where weights had another shape when the scan was called than when its steps ran."""
+    return RematError(
+        f"{name}: a tensor that its steps read and that is differentiated has another shape there than when "
+        "the scan was called, such as a weight whose memory hooks drop and fetch by `.data` (ZeRO-3). Fetch "
+        "it around the scan, drop its storage instead (`untyped_storage().resize_(0)`), or write a Python "
+        "loop of regions."
+    )
 
 
 class Captured:

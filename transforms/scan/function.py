@@ -34,7 +34,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import active, untracked
 from remat.transforms.offload import lane
 from remat.transforms.pytree import merge, smooth
-from remat.transforms.scan.backward import Captured, pull_back, saved_by
+from remat.transforms.scan.backward import Captured, dropped, pull_back, saved_by
 from remat.transforms.scan.body import Body, version, wrote
 from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
 from remat.transforms.scan.rules import (
@@ -172,7 +172,7 @@ class _Scan(_Recorded):
         ctx.save_for_backward(*flat, *kept)
         ctx.save_for_forward(*flat)
         ctx.set_materialize_grads(False)
-        ctx.outputs = len(output) - len(kept)
+        ctx.outputs, ctx.shapes = len(output) - len(kept), [t.shape for t in flat]
 
     @staticmethod
     @uncompiled
@@ -183,7 +183,11 @@ class _Scan(_Recorded):
             ctx.scan = ctx.captured = None  # with what the body holds
         needs = tuple(ctx.needs_input_grad[1:])
         with users_aside():
-            return _Scan._pulled(scan, needs, saved, cts[: ctx.outputs])
+            grads = _Scan._pulled(scan, needs, saved, cts[: ctx.outputs])
+        for grad, shape in zip(grads[1:], ctx.shapes, strict=True):
+            if grad is not None and grad.shape != shape:
+                raise dropped(scan.spec.name)
+        return grads
 
     @staticmethod
     def _pulled(scan: Scan, needs: Any, saved: Tensors, cts: Sequence[torch.Tensor | None]) -> Any:

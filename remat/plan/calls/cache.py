@@ -44,8 +44,8 @@ class SeenCalls:
         learned: what they turned out to run that were seen otherwise, or could not be looked at: the newest
             first. None where they ran what was seen.
         paths: both, and how they are followed: what a later call that looks alike needs not ask again.
-        alike: how many in a row ran one graph, and which. A counter in a module must not have every call
-            looked at.
+        alike: how many in a row ran one graph, and which; None where looks failed. A counter in an object
+            must not have every call looked at.
         kinds: what the layers of a model run.
     """
 
@@ -130,7 +130,9 @@ class Paths:
         if self.key is None or fitting:
             return
         calls = _calls(self.key)
-        _SEEN.pop(_rough(self.key), None)
+        rough = _calls(_rough(self.key))
+        if rough.alike[1] is not None:
+            rough.alike = 0, None
         calls.paths = None
         if is_tracing():
             # Sizes may be symbols there. It is looked at anew next time.
@@ -219,9 +221,14 @@ class _Call:
             return found
         rough = _rough(self.key)
         count, alike = _calls(rough).alike
-        if alike is not None and count >= ENOUGH and not under_hooks():
+        if count >= ENOUGH and not under_hooks():
             return alike
-        if (found := self._of_kind(self._careful, True)) is None:
+        try:
+            found = self._of_kind(self._careful, True)
+        except NotOnFakes:
+            _calls(rough).alike = 1 if alike is not None else count + 1, None
+            raise
+        if found is None:
             return None
         same = alike is not None and alike.signature == found.signature
         # What was solved on the one is solved on the other.
