@@ -345,7 +345,7 @@ def _from_budget(
         from remat.plan import budget_policy
     except ImportError as error:
         raise RematError(
-            "checkpoint_policy(budget=...) needs the planner and its solver: pip install 'remat[plan]'. "
-            f"Importing remat.plan failed with: {error}"
+            "checkpoint_policy(budget=...) needs the planner and its solver: in the checkout, pip install "
+            f"'.[plan]'. Importing remat.plan failed with: {error}"
         ) from error
     return budget_policy(budget, cost=cost, device=device, peak=peak)

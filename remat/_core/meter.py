@@ -61,12 +61,20 @@ def trace_cpu(step: Callable[[Mark], T]) -> Memory[T]:
         result = step(mark)
     assert prof.profiler is not None and prof.profiler.kineto_results is not None
     kept = peak = alive = 0
-    events: list[Any] = prof.profiler.kineto_results.events()
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            alive += event.nbytes()
+    events: list[Any] = [*prof.profiler.kineto_results.experimental_event_tree()]
+    for event in events:
+        events += event.children
+    # What was there before may go meanwhile, such as a result that a module holds: it is no part of this.
+    sizes: dict[int, int] = {}
+    for event in sorted(events, key=lambda e: e.start_time_ns):
+        size = getattr(event.extra_fields, "alloc_size", 0)
+        if size > 0:
+            sizes[event.extra_fields.ptr] = size
+            alive += size
             peak = max(peak, alive)
-        elif event.name() == MARK:
+        elif size:
+            alive -= sizes.pop(event.extra_fields.ptr, 0)
+        elif event.name == MARK:
             kept = alive
     return Memory(result, kept, peak)
 

@@ -111,7 +111,8 @@ def command_of(name: str) -> Any:
         extra = "cli,plan"
         return getattr(importlib.import_module(f"remat.cli.commands.{name}"), COMMANDS[name][0])
     except ImportError as missing:
-        print(f"`remat {name}` needs {missing.name}: pip install 'remat[{extra}]'", file=sys.stderr)
+        needed = f"in the checkout, pip install '.[{extra}]'"
+        print(f"`remat {name}` needs {missing.name}: {needed}", file=sys.stderr)
         return None
 
 

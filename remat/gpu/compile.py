@@ -88,8 +88,8 @@ def compile_for(
     chip, speeds = card(device)
     if wanted := triton_wanted():
         raise RematError(
-            f"code for {device} needs Triton, which compiles kernels on any machine and is not installed. "
-            f"Install the one of torch {torch.__version__}: pip install {wanted}, or 'remat[gpu]'."
+            f"code for {device} needs Triton, which compiles kernels on any machine and is not installed: "
+            f"for torch {torch.__version__} pip install {wanted}, or '.[gpu]' in the checkout."
         )
     with collecting_rarely():
         traces, held = trace(step, args, kwargs, chip)

@@ -297,6 +297,15 @@ class Gru(nn.Module):
         return x + self.rnn(x)[0]
 
 
+class Lasted(FeedForward):
+    """It holds its last result, which goes in the middle of the next step: that is no part of it."""
+
+    def forward(self, x):
+        y = x + self.net(x)
+        self.last = y.detach()
+        return y
+
+
 class Checkpointed(nn.Module):
     """Torch's checkpoint is around every other block."""
 
@@ -768,6 +777,7 @@ KINDS = {
     "rearranged": (lambda: of(handing_on, Row)(of(rearranged)), 0.001),
     "written beside": (lambda: Row(Gru), 0.003),
     "checkpointed": (Checkpointed, 0.001),
+    "held from before": (lambda: Row(Lasted), 0.001),
 }
 
 
@@ -1063,7 +1073,7 @@ def test_measure_runs_nothing_where_shapes_are_enough(capfd):
     assert not capfd.readouterr().err and "real steps" not in str(report)
 
 
-@pytest.mark.parametrize("kind", sparse(["pairs", "memories"]))
+@pytest.mark.parametrize("kind", sparse(["pairs", "memories", "held from before"]))
 def test_a_report_measures_its_step(kind):
     torch.manual_seed(0)
     model, x = KINDS[kind][0](), torch.randn(8, 64, 32)

@@ -125,7 +125,7 @@ def extras(found: dict[str, dict[str, str | None]]) -> list[str]:
     def tell(name: str, packages: dict[str, str | None]) -> str:
         have = ", ".join(f"{package} {number}" for package, number in packages.items() if number)
         missing = [package for package, number in packages.items() if not number]
-        hint = f"missing {', '.join(missing)}: pip install 'remat[{name}]'" if missing else ""
+        hint = f"missing {', '.join(missing)}: in the checkout, pip install '.[{name}]'" if missing else ""
         return f"{'[' + name + ']':<12} {'; '.join(filter(None, [have, hint]))}"
 
     return [tell(name, packages) for name, packages in found.items()]

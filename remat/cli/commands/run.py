@@ -49,7 +49,7 @@ class Run:
         try:
             from transformers import trainer, trainer_callback
         except ImportError as missing:
-            needed = "pip install 'remat[hf]' accelerate"
+            needed = "in the checkout, pip install '.[hf]' accelerate"
             raise UsageError(f"remat run needs transformers' Trainer: {needed}. ({missing})") from missing
         policy, done = parse(self.policy), []
         layers, callbacks = self.layers, cast("list[Any]", trainer.DEFAULT_CALLBACKS)

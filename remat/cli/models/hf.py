@@ -57,7 +57,7 @@ def transformers_for(given: str) -> Any:
     try:
         import transformers
     except ImportError as missing:
-        raise UsageError(f"{given} needs transformers: pip install 'remat[hf]'") from missing
+        raise UsageError(f"{given} needs transformers: in the checkout, pip install '.[hf]'") from missing
     return transformers
 
 

@@ -106,7 +106,7 @@ def tell_greedy(name: str, gap: float) -> None:
     """Say of a plan that was made without SciPy how far it may be off."""
     if gap > _GAP and not milp.available():
         text = "Without SciPy the plan of %s is a rough one: at most %.1f %% of what it recomputes could be "
-        text += "spared. pip install 'remat[plan]' has the best one found."
+        text += "spared. In the checkout, pip install '.[plan]' has the best one found."
         logging.getLogger("remat").warning(text, name, 100 * gap)
 
 
