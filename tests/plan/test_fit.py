@@ -276,6 +276,28 @@ def test_a_policy_that_keeps_all_is_planned_as_no_region():
     assert plain.cost == uniform["save_everything"].cost == 0 < uniform["save_matmuls"].cost
 
 
+class Biased(torch.nn.Module):
+    """It reads a buffer, which a plan that keeps the softmax need not hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(32, 128), torch.nn.Linear(128, 32)
+        self.register_buffer("table", torch.zeros(24, 32))
+
+    def forward(self, x):
+        return x * self.down(torch.nn.functional.gelu(self.up((x + self.table).softmax(-1))))
+
+
+def test_what_cannot_be_made_anew_stays_until_a_backward_ends():
+    policy = remat.save_ops(torch.ops.aten._softmax, torch.ops.aten.gelu)
+    block, x = Biased(), torch.randn(4, 24, 32)
+    nn.apply_to(block, policy=policy)
+    step = step_of(lambda x: block(x).square().mean(), (x,), {}, wanted=lambda policy: True)
+    planned = Portfolio(step, cost_model("flops", None), {"mine": policy}).uniform()["mine"]
+    taken = trace_memory(lambda _: block(x).square().mean().backward()).peak
+    assert planned.peak == pytest.approx(taken, rel=0.01)
+
+
 # -- budgets, functions and stages ------------------------------------------------------------------------
 
 

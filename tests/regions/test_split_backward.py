@@ -98,7 +98,8 @@ def test_it_peaks_below_torchs_checkpoint_and_no_remat() -> None:
         stage = Stage(wrap, 32)
         stage.step()
         traces = [trace_memory(lambda _, stage=stage: stage.step()) for _ in range(2)]
-        peaks.append(min(trace.peak for trace in traces))
+        gradients = sum(p.nbytes for p in stage.blocks.parameters())  # which all of them make
+        peaks.append(min(trace.peak for trace in traces) - gradients)
     assert peaks[0] < 0.8 * min(peaks[1:])
 
 

@@ -176,8 +176,8 @@ class Graph:
 
     @cached_property
     def lent(self) -> frozenset[int]:
-        """Inputs that the region would need if it kept nothing, and that the caller may let go of: as the
-        problem numbers them."""
+        """Inputs that the region would need if it kept nothing, and that others may let go of: all but leaves
+        with gradients, which autograd holds. As the problem numbers them."""
         joint, found = self.joint, set[int]()
         stack = list(self._wanted)
         while stack:
@@ -185,7 +185,8 @@ class Graph:
                 found.add(number)
                 maker = joint.values[number].producer
                 stack += joint.ops[maker].reads if maker >= 0 else ()
-        lent = (v for v in found if joint.values[v].origin in ("argument", "elsewhere"))
+        held = {"leaf": found, "parameter": {*joint.differentiated}}
+        lent = (v for v in found & self._input_place.keys() if v not in held.get(joint.values[v].origin, ()))
         return frozenset(self._input_place[v] for v in lent)
 
     def problem(self, model: CostModel, *, keep_heavy: bool = False) -> Problem:
