@@ -202,13 +202,17 @@ class Way:
     @property
     def theirs(self) -> str:
         """Which blocks run where others decide what is kept; empty where none does."""
-        count = len(self.modules) - len(self._free)
-        told = (
-            f"{count} of {len(self.modules)} blocks run under saved-tensor hooks, such as torch's checkpoint "
-            "has, which decide what is kept: they stay as they are. Turn that off "
-            "(model.gradient_checkpointing_disable()) to have remat.fit choose."
-        )
-        return told if count else ""
+        hooked, every = len(self.modules) - len(self._free), len(self.modules)
+        # (Layers of transformers leave that out where they are regions.)
+        on = sum(module.__dict__.get("gradient_checkpointing") is True for module in self._free.values())
+        told = {
+            f"{hooked} of {every} blocks run under saved-tensor hooks, such as torch's checkpoint has, which "
+            "decide what is kept: they stay as they are.": hooked,
+            f"{on} of {every} blocks have gradient_checkpointing on, which a region takes the place of: "
+            "without one they keep less than is planned here.": on,
+        }
+        off = "Turn that off (model.gradient_checkpointing_disable()) to have remat.fit choose."
+        return " ".join([*filter(told.get, told), off]) if hooked or on else ""
 
     @property
     def _free(self) -> dict[str, torch.nn.Module]:

@@ -992,6 +992,19 @@ def test_blocks_under_torchs_checkpoint_stay_as_they_are_and_are_told_of():
     torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
 
 
+def test_a_checkpoint_inside_of_a_block_is_part_of_the_plan():
+    """The reentrant one runs a backward of its own, which leaves gradients at the parameters."""
+
+    def reentrant(self, x):
+        return x + checkpoint(self.net, x, use_reentrant=True)
+
+    model, x = Row(of(reentrant)), torch.randn(4, 24, 32, requires_grad=True)
+    plain = remat.fit(model, x, peak="1TiB")
+    assert plain.peak_bytes - plain.held.bytes == measured(model, (x,))
+    model.blocks[1].__dict__["gradient_checkpointing"] = True  # as layers of transformers say it
+    assert "1 of 3 blocks have gradient_checkpointing on" in str(remat.fit(model, x, peak="1TiB"))
+
+
 def test_the_report_names_layers():
     model, x = Pairs(), torch.randn(4, 24, 32)
     plain, low = lowest(model, (x,))

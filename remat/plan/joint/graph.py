@@ -191,6 +191,13 @@ class JointRecorder(Packing, DispatchMode):
         self.lives.see(tensor, number, self.values[number].storage, not self.in_forward)
         return number
 
+    def accumulated(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that a backward inside of this one has left at a leaf, as torch's reentrant checkpoint
+        does; None where there is none."""
+        grad = leaf.grad
+        number = None if grad is None else self._number.get(id(grad))
+        return None if number is None or self.values[number].producer < 0 else grad
+
     def forward_ends(self) -> None:
         """From here on handles are those of the backward."""
         # A node that nothing leads to, such as that of `x.amax().detach()`, is gone with what it saved.
@@ -464,6 +471,7 @@ def differentiated(
         for tangent in tangents:
             recorder.add(tangent, "tangent")
         found = torch.autograd.grad(active, _edges(wanted), tangents, allow_unused=True)
+        found = [recorder.accumulated(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
         recorder.found = {id(t): g for t, g in zip(wanted, found, strict=True) if g is not None}
         graded: dict[int, torch.Tensor] = {}
         for t, g in zip(wanted, found, strict=True):
