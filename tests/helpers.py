@@ -160,6 +160,19 @@ def batched(args: tuple[Tensor, ...], size: int = 2) -> tuple[Tensor, ...]:
     )
 
 
+def custom(result: Callable[..., Any], gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """An autograd Function that saves its operands; its gradient is of a cotangent and of these."""
+
+    def forward(ctx: Any, *operands: Tensor) -> Any:
+        ctx.save_for_backward(*operands)
+        return result(*operands)
+
+    made: Any = type("Custom", (torch.autograd.Function,), {})
+    made.forward = staticmethod(forward)
+    made.backward = staticmethod(lambda ctx, *cotangents: gradient(*cotangents, *ctx.saved_tensors))
+    return made.apply
+
+
 class Watched(TorchDispatchMode):
     """Tells `look` of each op that has run below autograd: the op, what it was given, what it returned."""
 

@@ -467,7 +467,7 @@ TORCH = (
         "narrow_added_to normal_around number_from_a_list result_written_in_place row_of_transpose "
         "scaled_in_place scattered view_before_a_write",
     ),
-    ("BATCHES buffers_vmap", "result_stored_beside_loops"),
+    ("BATCHES buffers_vmap", "result_stored_beside_loop result_stored_beside_scan"),
     ("buffers_vmap", "result_stored_beside_tiles"),
 )
 REFUSED: dict[str, set[str]] = {}

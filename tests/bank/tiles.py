@@ -1,10 +1,10 @@
-"""Tiles that write to buffers, and regions without gradients in regions, as a look at tiles runs them."""
+"""Tiles that write to buffers, regions without gradients in regions, and results stored beside a loop."""
 
 from __future__ import annotations
 
 import torch
 
-from tests.bank.library import TILED, R
+from tests.bank.library import LOOP, TILED, R
 from tests.bank.program import program
 
 
@@ -22,3 +22,10 @@ def tiles_that_count(m, x, y):
         return torch.tanh(x @ m.w) * y.cos()
 
     return TILED(counted, x, y, tiles=3)
+
+
+@program("", "state stores", found="counted/nothing")
+def result_stored_beside_loop(m, x, y):
+    out = LOOP(lambda h: (h @ m.w).tanh(), x, 2)
+    m.last = (x * 2).exp()[0] * out[0]
+    return out * y

@@ -19,7 +19,7 @@ from remat import checkpoint_name, checkpoint_policy, remat, save_all_but_names,
 from remat.policies import Policy, save_everything, save_nothing, save_ops, save_weight_matmuls
 from remat.transforms import value_and_grad
 from tests.compiled import Graphs, compiled, dots, ops
-from tests.helpers import OpCounter, rand, same
+from tests.helpers import OpCounter, custom, rand, same
 
 aten = torch.ops.aten
 POLICIES = {
@@ -267,18 +267,10 @@ def test_methods_and_static_arguments():
 
 
 def test_custom_ops_and_old_style_functions():
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, cotangent):
-            return 2 * cotangent * ctx.saved_tensors[0].cos()
+    doubled = custom(torch.sin, lambda g, x: 2 * g * x.cos())
 
     def region(x):
-        return torch.ops.remat_tests.square(Doubled.apply(x.tanh()))
+        return torch.ops.remat_tests.square(doubled(x.tanh()))
 
     x = rand(3).requires_grad_()
     got = torch.autograd.grad(compiled(lambda x: remat(region)(x).sum(), "aot_eager")(x), x)

@@ -6,7 +6,7 @@ import torch.autograd.forward_ad as forward_ad
 
 from remat import remat
 from remat.transforms import grad, value_and_grad
-from tests.helpers import LiveBytes, rand, same
+from tests.helpers import LiveBytes, custom, rand, same
 
 
 def energy(params, x, power=2):
@@ -149,16 +149,8 @@ def test_compiled():
 
 
 def test_old_style_functions_are_differentiated_at_the_outermost_level():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * 2
-
-    same(grad(lambda x: remat(Double.apply)(x).sum())(rand(3)), torch.full((3,), 2.0).double())
+    double = custom(lambda x: x * 2, lambda g, x: g * 2)
+    same(grad(lambda x: remat(double)(x).sum())(rand(3)), torch.full((3,), 2.0).double())
 
 
 @pytest.mark.parametrize(

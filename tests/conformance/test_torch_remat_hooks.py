@@ -151,21 +151,9 @@ def test_preserve_rng_state_true_raises():
 # -- compiled: compile_test ----------------------------------------------------------------------------
 
 
-class NamedExp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        out = torch.exp(x)
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        return grad * ctx.saved_tensors[0]
-
-
 BLOCKS = {
     "test_compiled_grads_match_eager": torch.exp,
-    "test_autograd_function_region_grads_match_eager": NamedExp.apply,
+    "test_autograd_function_region_grads_match_eager": SavesOutput.apply,
 }
 
 
@@ -197,10 +185,10 @@ def test_compiled(name, again):
 @COMPILES
 def test_eagerly_constructed_region_wrapper_under_compile():
     torch._dynamo.reset()
-    made = saved(NamedExp.apply)
+    made = saved(SavesOutput.apply)
 
     def block(x):
-        return saved(lambda x: NamedExp.apply(x))(made(x.sin())).sum()
+        return saved(lambda x: SavesOutput.apply(x))(made(x.sin())).sum()
 
     block = remat(block)
     x = leaf(1.0, 2.0)

@@ -244,7 +244,7 @@ def test_a_step_of_a_scan_that_reads_what_the_last_one_stored_is_refused_in_forw
         jvp(scanned(step), (rand(3),), (rand(3),))
 
 
-@pytest.mark.parametrize("where", ["loops", "tiles"])
+@pytest.mark.parametrize("where", ["scan", "loop", "tiles"])
 def test_a_result_of_an_earlier_step_that_no_step_of_a_scan_reads(where: str) -> None:
     """Its graph is freed before the scan's backward comes: no backward is led there."""
     program = BANK[f"result_stored_beside_{where}"]

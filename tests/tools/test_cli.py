@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from remat import explain
 from remat.policies import save_attention, save_every_nth, save_matmuls, save_names
-from tests.helpers import TORCH, crossed
+from tests.helpers import TORCH, crossed, custom
 from tests.tools.inside import (
     COMMANDS,
     Env,
@@ -127,22 +127,13 @@ def test_sweep_fails_on_a_wrong_gradient(
 ) -> None:
     def wrong(policy: Any, fn: Any) -> Any:
         # Right values, and a gradient that is off by one part in a thousand.
-        return lambda p, x: Skewed.apply(fn(p, x))
+        skewed = custom(torch.clone, lambda g, x: g * 1.001)
+        return lambda p, x: skewed(fn(p, x))
 
     monkeypatch.setattr(cli_rows, "remat_under", wrong)
     assert sweep(tmp_path, "--policy", "save_nothing") == 1
     shown = capsys.readouterr().out
     assert "wrong gradients: save_nothing" in shown and "failed: save_nothing" in shown
-
-
-class Skewed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return grads[0] * 1.001
 
 
 @pytest.mark.slow
