@@ -177,11 +177,14 @@ class PythonState:
         """Let them hold that again."""
         for value, before in self.whole:
             base: Any = container_of(value)
-            now = _filling(value)
+            if len(now := _filling(value)) == len(before) and all(map(operator.is_, now, before)):
+                continue
             if base is dict:
-                pairs = [(key, before.get(key, MISSING)) for key in now | before]
-                hold([(value, key, was) for key, was in pairs if now.get(key, MISSING) is not was])
-            elif len(now) != len(before) or not all(map(operator.is_, now, before)):
+                pairs = list(zip(before[::2], before[1::2], strict=True))
+                ours = {id(key) for key, _ in pairs}
+                hold([(value, key, MISSING) for key in now[::2] if id(key) not in ours])
+                hold([(value, key, was) for key, was in pairs if dict.get(value, key, MISSING) is not was])
+            else:
                 base.clear(value)
                 (base.update if base is set else base.extend)(value, before)
         hold([place for place in self.single if _held(*place[:2], MISSING) is not place[2]])
@@ -190,9 +193,9 @@ class PythonState:
 _OF_THREADS = ("threading", "queue", "_queue", "asyncio", "concurrent", "multiprocessing", "logging")
 
 
-def _filling(value: Any) -> Any:
-    # (Of a subclass that iterates in its own way `dict.copy` asks that.)
-    return dict(dict.items(value)) if container_of(value) is dict else items(value)
+def _filling(value: Any) -> list[Any]:
+    # (Keys and items in turn: a dict of them would ask the keys for their hashes.)
+    return [*itertools.chain(*dict.items(value))] if container_of(value) is dict else items(value)
 
 
 def _is_sharded(value: Any) -> bool:

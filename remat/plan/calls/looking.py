@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import gc
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -111,10 +112,16 @@ class _Positions(torch.Tensor):
 
 
 def _refuse(modes: list[Any], fn: Any) -> None:
-    gc.collect()
-    alive = [mode for ref in modes if (mode := ref()) is not None]
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-    fakes = [t for t in tensors if is_fake(t) and any(t.fake_mode is mode for mode in alive)]
+    for seconds in (0.0, 0.01, 0.1):
+        time.sleep(seconds)  # a collection that another thread has begun ends first: this one would not run
+        gc.collect()
+        if not (alive := [mode for ref in modes if (mode := ref()) is not None]):
+            return
+    # (Not by a list of all objects there are: a tuple that another thread is just making would be in it, and
+    # Python refuses to go on with one that somebody else holds.)
+    found = gc.get_referrers(*alive)
+    found += gc.get_referrers(*[held for held in found if type(held) is dict])
+    fakes = [t for t in found if issubclass(type(t), torch.Tensor) and is_fake(t) and t.fake_mode in alive]
     # One search for all of them: it goes through all objects that there are.
     dicts = [held for held in gc.get_referrers(*fakes) if isinstance(held, dict)] if fakes else []
     for fake in fakes:
