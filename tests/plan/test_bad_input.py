@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from remat import RematError, checkpoint_policy, fit, remat
 from remat.plan import pareto
-from tests.helpers import sparse
 
 BUDGET = checkpoint_policy(budget=0.5)
 X = torch.randn(4, 8)
@@ -108,7 +107,12 @@ def test_a_plan_made_outside_of_autocast_is_told_inside():
 
 
 @pytest.mark.parametrize(
-    "policy", sparse([BUDGET, checkpoint_policy(budget="free"), checkpoint_policy(peak="10KiB")])
+    "policy",
+    [
+        pytest.param(BUDGET, marks=pytest.mark.slow),
+        checkpoint_policy(budget="free"),
+        checkpoint_policy(peak="10KiB"),
+    ],
 )
 def test_another_length_under_compile_is_one_graph_for_all(policy):
     torch._dynamo.reset()

@@ -1132,7 +1132,6 @@ class Choosing(nn.Module):
         return x + (((x.unsqueeze(1) @ self.up).relu() @ self.down) * shares).sum(1)
 
 
-@pytest.mark.slow
 def test_decisions_run_again_only_where_no_plan_that_keeps_them_fits():
     torch.manual_seed(0)
     model, x = nn.Sequential(*[Choosing() for _ in range(6)]), torch.randn(8, 64, 32)
