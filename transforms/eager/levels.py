@@ -58,7 +58,7 @@ from remat.transforms.context import active, node_of, untracked
 from remat.transforms.eager.frame import Frame
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.settle import early_value
-from remat.transforms.errors import RematError, overwritten
+from remat.transforms.errors import RematError
 from remat.transforms.ops import lies, version_of
 from remat.transforms.pytree import flatten, split
 from remat.transforms.region import Region
@@ -395,18 +395,10 @@ class LevelFrame(Frame):
         return value
 
     def _early(self, at: Any) -> torch.Tensor:
-        """What a backward inside the forward reads: then all is held, and later calls take the primitive. A
-        call that has followed an earlier one until then makes it again."""
-        if self.saved is None:
-            assert self.recorder is not None
-            with below_levels():
-                return early_value(self, at if type(at) is int else at.at, self.recorder)
-        self.whole = self.region.cache.differentiates = True
-        tensor, version = self.saved[at if type(at) is int else at.at]
-        if version_of(tensor) != version:
-            raise RematError(overwritten(self.region.name, tensor))
+        """What a backward inside the forward reads. Later calls take the primitive."""
+        assert self.recorder is not None
         with below_levels():
-            return untracked(tensor.detach)
+            return early_value(self, at if type(at) is int else at.at, self.recorder)
 
 
 def at_level(tensor: torch.Tensor, level: int) -> torch.Tensor:
