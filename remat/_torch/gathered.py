@@ -98,7 +98,7 @@ def nothing_gathered(untracked: Callable[..., Any]) -> Iterator[None]:
 # How many threads are in such a run, and what stands in torch otherwise.
 _lock = threading.Lock()
 _runs: list[None] = []
-_plain: list[tuple[Any, str, Any]] = []
+_plain: list[tuple[Any, str, Any, Any]] = []
 
 
 @contextlib.contextmanager
@@ -110,15 +110,18 @@ def _in_place() -> Iterator[None]:
             there: Any = sys.modules.get(module)
             kind: Any = there if name is None else getattr(there, name, None)
             for method, instead in methods.items() if kind is not None else ():
-                _plain.append((kind, method, getattr(kind, method)))
-                exchange(kind, method, _either(getattr(kind, method), instead))
+                either = _either(plain := getattr(kind, method), instead)
+                _plain.append((kind, method, plain, either))
+                exchange(kind, method, either)
     try:
         yield
     finally:
         with _lock:
             _runs.pop()
             while _plain and not _runs:
-                exchange(*_plain.pop())
+                kind, method, plain, either = _plain.pop()
+                if getattr(kind, method) is either:  # (Else a first forward has its own on top, for good.)
+                    exchange(kind, method, plain)
 
 
 def _either(plain: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,8 @@
 import gc
 import itertools
 import random
+import subprocess
+import sys
 import types
 import warnings
 from typing import Any
@@ -285,3 +287,29 @@ def test_a_cycle_is_no_cache_where_another_thread_collects_meanwhile(monkeypatch
         POLICY.plan(fn, X)
     finally:
         gc.enable()
+
+
+FIRST = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from remat import checkpoint_policy, remat, save_matmuls, saved_residuals
+
+halves, x = checkpoint_policy(budget=0.5, cost="flops"), torch.ones(8, 8, requires_grad=True)
+inside = remat(torch.sin, policy=halves)
+remat(lambda x: inside(inside(x)).cos(), policy=halves)(x)
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+layer = fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+print([r.op for r in saved_residuals(remat(layer.__call__, policy=~save_matmuls), x) if r.why == "policy"])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_the_first_region_of_a_process_runs_in_a_look():
+    """What torch gathers parameters by has a stand-in then, below what the region puts there for good."""
+    run = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
+    assert run.stdout.count("OpOverload") == 1 and "aten.tanh" in run.stdout
