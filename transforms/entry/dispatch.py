@@ -320,12 +320,12 @@ def _run_leveled(
             region.traces.pop(key, None)
             return _run_leveled(region, args, kwargs, None, level)
         region.cache.unframed = True
-        if known is not None:
+        # (Torch refuses the one without remat, too, and not what is trained below: Python runs twice there.)
+        if known is not None and not frame.unserved:
             raise RematError(
                 f"region {region.name!r} does in this call, under torch.func, what its calls before did not: "
-                "it fills memory past torch, gives a tensor other data, or reads what is trained outside of "
-                "the transform. What its Python has done until there cannot be undone. (A further call will "
-                "run it.) Give what differs a region of its own."
+                "it fills memory past torch, or gives a tensor other data. What its Python has done until "
+                "there cannot be undone. (A further call will run it.) Give what differs a region of its own."
             ) from None
         return _run_primitive(region, args, kwargs)
     if key is not None and (known is None or frame.tape is not known.tape):
