@@ -4,6 +4,7 @@ from remat.transforms.closure.bindings import (
     Bindings,  # which tensors are where in reach, so that a recomputation sees them again
     PythonState,  # all that objects in reach hold, so that a second run of a function leaves nothing
     captured,  # the tensors among what functions lead to that could carry a derivative or a batch dimension
+    parts_of,  # the modules among what functions lead to, and those in them
     reached,  # everything that functions, modules and containers lead to
     standing_in,  # a function with other tensors in the place of those it captures
 )

@@ -229,10 +229,8 @@ class LevelFrame(Frame):
 
     def _see(self, out: Any) -> list[torch.Tensor]:
         """Note the results as the level sees them; what lies below all levels."""
-        results, forward = (
-            split(flatten(as_operands(out) if active.swaps else out)[0])[0],
-            self.inputs.forward,
-        )
+        out, forward = as_operands(out) if active.swaps else out, self.inputs.forward
+        results = split(flatten(out)[0])[0]
         if forward:
             parts = [untracked(parts_of, t, forward) for t in results]
             results, bottoms = (

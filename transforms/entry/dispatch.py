@@ -23,6 +23,7 @@ from remat.transforms.closure import (
     known_around,
     made_for,
     made_inside,
+    parts_of,
     reached,
     refuse_given,
     results_of,
@@ -82,7 +83,7 @@ from remat.transforms.eager import (
 from remat.transforms.errors import RematError, carried, changing
 from remat.transforms.functorch import Aliasing, Family, Prim, World, call
 from remat.transforms.intermediates import Mirrors, current
-from remat.transforms.objects import is_a, is_module, is_tensor, modules_in
+from remat.transforms.objects import is_a, is_tensor
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Region
 from remat.transforms.state import (
@@ -303,9 +304,8 @@ def _run_leveled(
         if below or (level and _reads_trained(region.function, reach)):
             return _run_primitive(region, args, kwargs)
         inputs.note_world(reach)
-        if level == NOTHING_REVERSED and any(
-            [is_a(part, torch.jit.ScriptModule) for part in modules_in(*filter(is_module, reach))]
-        ):
+        parts = parts_of(reach) if level == NOTHING_REVERSED else ()
+        if any([is_a(part, torch.jit.ScriptModule) for part in parts]):
             region.cache.unframed = True  # optimized TorchScript takes no batches, and there are none below
             return _run_primitive(region, args, kwargs)
     frame = LevelFrame(inputs)
