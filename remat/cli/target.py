@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from remat.cli.errors import UsageError
+from remat.transforms.closure import captured, reached
 
 
 def load(
@@ -24,7 +25,7 @@ def load(
             `(fn, *args)`.
         shapes: sizes of tensor arguments, such as `4x128x256`.
         dtype, device: of those tensors. On "meta" they have no data, which is enough to plan; those of a
-            module that has parameters are where these are.
+            module that has parameters, or of a function that captures any, are where these are.
 
     Raises:
         UsageError: there is no such module, function, or shape.
@@ -55,10 +56,9 @@ def load(
 
 
 def _device_of(fn: Any, device: str) -> str:
-    """Where a module's parameters are, if `fn` is one, or a method of one."""
-    module = getattr(fn, "__self__", fn)
-    first = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
-    return device if first is None or device != "meta" else str(first.device)
+    """Where the parameters are that `fn` leads to."""
+    first = next(iter(captured(reached(fn))), None) if device == "meta" else None
+    return device if first is None else str(first.device)
 
 
 def named(target: str) -> Any:

@@ -258,13 +258,15 @@ def test_modes_agree_on_loss_and_gradients() -> None:
     torch.testing.assert_close(mean, tensors(got["backward"][1]))
 
 
-def test_a_module_is_planned_where_its_parameters_are(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("name", "title"), [("net", "Sequential"), ("loss", "loss")])
+def test_what_leads_to_parameters_is_planned_where_they_are(tmp_path, monkeypatch, capsys, name, title):
     (tmp_path / "planned_net.py").write_text(
         "from torch import nn\nnet = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))\n"
+        "def loss(x):\n    return net(x).square().mean()\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "planned_net:net", "--input", "8x16", "--budget", "0.5"]) == 0
-    assert "Plan for Sequential" in capsys.readouterr().out
+    assert main(["plan", f"planned_net:{name}", "--input", "8x16", "--budget", "0.5"]) == 0
+    assert f"Plan for {title}" in capsys.readouterr().out
 
 
 def test_figures_are_not_cut_in_a_narrow_terminal(monkeypatch, capsys):

@@ -39,6 +39,10 @@ def factory():
     return torch.nn.Linear(8, 8)
 
 
+def made_of(x):
+    return factory()
+
+
 def nothing():
     return ()
 
@@ -87,6 +91,7 @@ MISTAKES = {
     "sweep --device h100 --mode vmap": "--mode",
     f"plan {PAIR} --input 3": "too many positional arguments. Give one --input",
     f"plan {ME}:factory --input 4x8": "If it makes a module, give that a name in its file",
+    f"plan {ME}:made_of --input 4x8": "makes a module returns none: plan what it made",
     f"plan {ME}:block": "give each as --input 4x128x256",
     f"plan {PAIR} --device tpu9": "No speeds for device 'tpu9': write one of a100",
     f"plan {PAIR} --budget lots": "'lots' is not a budget. Write budget=0.4",

@@ -91,8 +91,9 @@ class Graph:
         if not self.joint.gradients:
             raise RematError(
                 f"There is nothing to plan: no gradient flows through {name}. None of its arguments, "
-                "parameters and captured tensors requires grad, or no result depends on one that does. Write "
-                "x.requires_grad_() for what is differentiated, and plan outside of torch.inference_mode()."
+                "parameters and captured tensors requires grad, or no result depends on one that does (a "
+                "function that makes a module returns none: plan what it made). Write x.requires_grad_() for "
+                "what is differentiated, and plan outside of torch.inference_mode()."
             )
 
     @cached_property
