@@ -7,6 +7,7 @@ shows that it is resized: so what nobody can reach is isolated, too.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,7 +42,8 @@ class Isolated:
 
     def __init__(self, around: Context) -> None:
         self._around = around
-        self._gradients: dict[int, tuple[torch.Tensor, Any]] = {}
+        # Leaves that are made inside, as torch's reentrant checkpoint makes them, go as they would.
+        self._gradients: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._storages: dict[int, tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = {}
 
     def backward(self, run: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -62,8 +64,9 @@ class Isolated:
         return None
 
     def _give(self, leaf: torch.Tensor, gradient: torch.Tensor, taken: set[int]) -> None:
-        before = leaf.grad
-        self._gradients.setdefault(id(leaf), (leaf, before))
+        before, known = leaf.grad, self._gradients.get(id(leaf))
+        if known is None or known[0]() is not leaf:
+            self._gradients[id(leaf)] = weakref.ref(leaf), before
         if before is not None:
             gradient = before + gradient
         elif _dense(gradient):
@@ -86,8 +89,9 @@ class Isolated:
 
     def restore(self) -> None:
         """Put all back."""
-        for leaf, gradient in self._gradients.values():
-            leaf.grad = gradient
+        for reference, gradient in self._gradients.values():
+            if (leaf := reference()) is not None:
+                leaf.grad = gradient
         for storage, size, copy in self._storages.values():
             if storage.nbytes() != size:
                 resize_storage(storage, size)

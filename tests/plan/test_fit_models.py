@@ -996,11 +996,12 @@ def test_a_checkpoint_inside_of_a_block_is_part_of_the_plan():
     """The reentrant one runs a backward of its own, which leaves gradients at the parameters."""
 
     def reentrant(self, x):
-        return x + checkpoint(self.net, x, use_reentrant=True)
+        return x + checkpoint(self.net, x, use_reentrant=True, preserve_rng_state=False)
 
     model, x = Row(of(reentrant)), torch.randn(4, 24, 32, requires_grad=True)
     plain = remat.fit(model, x, peak="1TiB")
     assert plain.peak_bytes - plain.held.bytes == measured(model, (x,))
+    assert plain.measure().measured_bytes == pytest.approx(plain.peak_bytes, rel=0.02)
     model.blocks[1].__dict__["gradient_checkpointing"] = True  # as layers of transformers say it
     assert "1 of 3 blocks have gradient_checkpointing on" in str(remat.fit(model, x, peak="1TiB"))
 
