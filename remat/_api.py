@@ -21,7 +21,7 @@ from typing import (
     overload,
 )
 
-from remat._core import Decision, OpInfo, described
+from remat._core import Decision, OpInfo, described, to_install
 from remat._region import Check, Inputs, Options, rematerialized
 from remat.policies import (
     FromCallable,
@@ -345,7 +345,7 @@ def _from_budget(
         from remat.plan import budget_policy
     except ImportError as error:
         raise RematError(
-            "checkpoint_policy(budget=...) needs the planner and its solver: in the checkout, pip install "
-            f"'.[plan]'. Importing remat.plan failed with: {error}"
+            f"checkpoint_policy(budget=...) needs the planner and its solver: {to_install('plan')}. "
+            f"Importing remat.plan failed with: {error}"
         ) from error
     return budget_policy(budget, cost=cost, device=device, peak=peak)

@@ -56,7 +56,10 @@ from remat._core.reach import (
     Reach,  # what a function can reach, as it was before a look at it
     isolating,  # leave modules in reach, random streams and switches as they are
 )
-from remat._core.shown import described  # a value as messages call it
+from remat._core.shown import (
+    described,  # a value as messages call it
+    to_install,  # how to install what some extras of this package list
+)
 from remat._core.units import (
     OPTIMIZERS,  # numbers that an optimizer holds for each parameter
     format_bytes,  # bytes for people, rounded

@@ -1,4 +1,5 @@
-"""How messages call a value that a user passed: no addresses, no numbers of tensors, no pages of text."""
+"""What messages say: a value that a user passed (no addresses, no numbers of tensors, no pages of text), and
+how to install what is missing."""
 
 from __future__ import annotations
 
@@ -30,3 +31,14 @@ def described(value: Any) -> str:
     if len(text) > 80 or " at 0x" in text:
         return f"{article} {kind}"
     return text if value is None else f"{text} of type {kind}"
+
+
+def to_install(*extras: str) -> str:
+    """How to install what some extras of this package list.
+
+    Example:
+        >>> from remat._core import to_install
+        >>> print(to_install("cli", "plan"))
+        in the checkout, pip install '.[cli,plan]'
+    """
+    return f"in the checkout, pip install '.[{','.join(extras)}]'"

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from remat._core import to_install
 from remat.cli.errors import UsageError
 from remat.transforms import RematError, is_user_frame
 
@@ -105,14 +106,13 @@ def run(name: str, args: list[str]) -> Any:
 
 def command_of(name: str) -> Any:
     """The dataclass of a command; None, and a line on stderr, where a package is missing."""
-    extra = "cli"
+    extras = ["cli"]
     try:
         importlib.import_module("tyro")
-        extra = "cli,plan"
+        extras.append("plan")
         return getattr(importlib.import_module(f"remat.cli.commands.{name}"), COMMANDS[name][0])
     except ImportError as missing:
-        needed = f"in the checkout, pip install '.[{extra}]'"
-        print(f"`remat {name}` needs {missing.name}: {needed}", file=sys.stderr)
+        print(f"`remat {name}` needs {missing.name}: {to_install(*extras)}", file=sys.stderr)
         return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from remat._core import Device, collecting_rarely, isolated, isolating, known_flops
+from remat._core import Device, collecting_rarely, isolated, isolating, known_flops, to_install
 from remat._torch import dynamo_errors
 from remat.debug import Recomputed, RegionNodes, regions_in, uncompiled
 from remat.gpu.cards import card
@@ -89,7 +89,7 @@ def compile_for(
     if wanted := triton_wanted():
         raise RematError(
             f"code for {device} needs Triton, which compiles kernels on any machine and is not installed: "
-            f"for torch {torch.__version__} pip install {wanted}, or '.[gpu]' in the checkout."
+            f"for torch {torch.__version__} pip install {wanted}, or {to_install('gpu')}."
         )
     with collecting_rarely():
         traces, held = trace(step, args, kwargs, chip)

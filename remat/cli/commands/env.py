@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat._core import processor
+from remat._core import processor, to_install
 from remat.plan import speeds_of
 
 # Speeds that are bytes a second; the others are FLOPs a second.
@@ -125,7 +125,7 @@ def extras(found: dict[str, dict[str, str | None]]) -> list[str]:
     def tell(name: str, packages: dict[str, str | None]) -> str:
         have = ", ".join(f"{package} {number}" for package, number in packages.items() if number)
         missing = [package for package, number in packages.items() if not number]
-        hint = f"missing {', '.join(missing)}: in the checkout, pip install '.[{name}]'" if missing else ""
+        hint = f"missing {', '.join(missing)}: {to_install(name)}" if missing else ""
         return f"{'[' + name + ']':<12} {'; '.join(filter(None, [have, hint]))}"
 
     return [tell(name, packages) for name, packages in found.items()]

@@ -12,6 +12,7 @@ from typing import Annotated, Any, cast
 import tyro
 
 from remat import nn
+from remat._core import to_install
 from remat.cli.errors import UsageError
 from remat.cli.rows import parse
 from remat.interop import huggingface
@@ -49,7 +50,7 @@ class Run:
         try:
             from transformers import trainer, trainer_callback
         except ImportError as missing:
-            needed = "in the checkout, pip install '.[hf]' accelerate"
+            needed = f"{to_install('hf')} accelerate"
             raise UsageError(f"remat run needs transformers' Trainer: {needed}. ({missing})") from missing
         policy, done = parse(self.policy), []
         layers, callbacks = self.layers, cast("list[Any]", trainer.DEFAULT_CALLBACKS)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
+from remat._core import to_install
 from remat.cli.errors import UsageError
 from remat.cli.models.shapes import VOCAB, Model, Params, Sizes, Wrap
 
@@ -57,7 +58,7 @@ def transformers_for(given: str) -> Any:
     try:
         import transformers
     except ImportError as missing:
-        raise UsageError(f"{given} needs transformers: in the checkout, pip install '.[hf]'") from missing
+        raise UsageError(f"{given} needs transformers: {to_install('hf')}") from missing
     return transformers
 
 

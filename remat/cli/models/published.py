@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from remat._core import to_install
 from remat.cli.errors import UsageError
 from remat.cli.models.hf import transformers_for
 
@@ -105,7 +106,7 @@ def _unet(dtype: torch.dtype, batch: int) -> tuple[torch.nn.Module, dict[str, An
     try:
         diffusers: Any = importlib.import_module("diffusers")
     except ImportError as missing:
-        raise UsageError(f"hf:{UNET} needs diffusers: pip install diffusers") from missing
+        raise UsageError(f"hf:{UNET} needs diffusers: {to_install('hf')}") from missing
     with torch.device("meta"):
         model: Any = diffusers.UNet2DConditionModel(**_SDXL)
         # As a module: the class's own method warns that some checkpoints have weights of two dtypes.

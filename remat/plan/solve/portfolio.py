@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from remat._core import to_install
 from remat.plan.solve import milp
 from remat.plan.solve.host import front
 from remat.plan.solve.hull import bound, hull
@@ -106,7 +107,7 @@ def tell_greedy(name: str, gap: float) -> None:
     """Say of a plan that was made without SciPy how far it may be off."""
     if gap > _GAP and not milp.available():
         text = "Without SciPy the plan of %s is a rough one: at most %.1f %% of what it recomputes could be "
-        text += "spared. In the checkout, pip install '.[plan]' has the best one found."
+        text += f"spared. For the best one found, {to_install('plan')}."
         logging.getLogger("remat").warning(text, name, 100 * gap)
 
 
