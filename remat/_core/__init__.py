@@ -60,6 +60,13 @@ from remat._core.shown import (
     described,  # a value as messages call it
     to_install,  # how to install what some extras of this package list
 )
+from remat._core.tables import (
+    Page,  # a headline, tables, and notes
+    Shown,  # what prints as its page, and is one in notebooks
+    Table,  # a title, columns, and rows of text
+    as_text,  # a page as plain text
+    save_html,  # a page as a file
+)
 from remat._core.units import (
     OPTIMIZERS,  # numbers that an optimizer holds for each parameter
     format_bytes,  # bytes for people, rounded

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from remat._core import Series, Spot, chart, format_bytes
-from remat._inspect.report import Page, Table, as_text
+from remat._core import Page, Series, Spot, Table, as_text, chart, format_bytes
 from remat.gpu import MARK, GpuReport
 from remat.transforms import RematError
 

@@ -13,7 +13,17 @@ from typing import Any
 import torch
 
 from remat._blocks import regions
-from remat._core import Series, Spot, chart, format_bytes, joined_keywords, keywords_apart
+from remat._core import (
+    Page,
+    Series,
+    Spot,
+    Table,
+    as_text,
+    chart,
+    format_bytes,
+    joined_keywords,
+    keywords_apart,
+)
 from remat._region import name_of_region
 from remat.plan.calls import looked
 from remat.plan.compared import BUILT_IN_POLICIES, SOLVERS, beaten_by, measured, ready, torch_plan
@@ -110,21 +120,17 @@ class Frontier:
 
     def __str__(self) -> str:
         head = f"{self.name}: {format_bytes(self.default_bytes)} kept without a plan; cost in {self.unit}"
+        columns = ("planner", ">kept", ">share", ">replay", ">cost", ">gap")
         timed = any(p.seconds is not None for p in self.points)
         # What comes out alike is one row.
-        rows: dict[str, list[str]] = {}
+        rows: dict[tuple[str, ...], list[str]] = {}
         for p in sorted(self.points, key=lambda p: (p.kept_bytes, -p.cost)):
-            figures = f"{format_bytes(p.kept_bytes):>12}{p.share:>9.1%}{p.replay_share:>9.2%}{p.cost:>12.4g}"
-            rows.setdefault(f"{figures}{p.gap:>9.2%}{_measured(p) if timed else ''}", []).append(p.planner)
-        named = {figures: ", ".join(dict.fromkeys(planners)) for figures, planners in rows.items()}
-        wide = max([24, *(len(name) + 1 for name in named.values())])
-        heads = f"{'planner':<{wide}}{'kept':>12}{'share':>9}{'replay':>9}{'cost':>12}{'gap':>9}"
-        heads += f"{'ms':>10}  beaten by" if timed else ""
-        return "\n".join([head, heads, *(f"{name:<{wide}}{figures}" for figures, name in named.items())])
-
-
-def _measured(point: Point) -> str:
-    return "" if point.seconds is None else f"{1e3 * point.seconds:>10.2f}  {point.refuted}".rstrip()
+            cost = f"{p.share:.1%}", f"{p.replay_share:.2%}", f"{p.cost:.4g}", f"{p.gap:.2%}"
+            ran = ("" if p.seconds is None else f"{1e3 * p.seconds:.2f}", p.refuted) if timed else ()
+            rows.setdefault((format_bytes(p.kept_bytes), *cost, *ran), []).append(p.planner)
+        named = [(", ".join(dict.fromkeys(planners)), *cells) for cells, planners in rows.items()]
+        table = Table(head, (*columns, *((">ms", "beaten by") if timed else ())), tuple(named))
+        return as_text(Page((), (table,)), len(named))
 
 
 @keywords_apart

@@ -11,9 +11,4 @@ from remat._inspect.report.explain import (
     explain,  # what `fn(*args, **kwargs)` keeps for its backward, what it recomputes, and what that costs
 )
 from remat._inspect.report.measure import followed  # one forward and backward under a `Watch`
-from remat._inspect.report.tables import (
-    Page,  # a headline, tables, and notes
-    Table,  # a title, columns, and rows of text
-    as_text,  # a page as plain text
-)
 from remat._inspect.report.watch import Watch  # what ran, in which pass, and what lived meanwhile

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from remat._inspect.report.tables import Page, save_html
+from remat._core import Page, save_html
 
 _STYLE = """
 #cockpit { margin-bottom: 2em; --chosen: #fbe9dd; --box: #fff }

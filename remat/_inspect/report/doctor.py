@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from remat import debug
-from remat._core import format_bytes
+from remat._core import Page, Shown, format_bytes
 from remat._inspect.looking import looked_at
 from remat._inspect.report.causes import Finding, Witness, causes, eager, no_gradient
 from remat._inspect.report.explain import name_of
 from remat._inspect.report.measure import Measured, NoBackward, measure
-from remat._inspect.report.tables import Page, Shown
 from remat._overrides import policies_by
 from remat.transforms import RematError
 

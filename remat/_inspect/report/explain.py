@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from remat import debug
-from remat._core import format_bytes, joined_keywords, keywords_apart, warn_user
+from remat._core import Page, Shown, Table, format_bytes, joined_keywords, keywords_apart, warn_user
 from remat._inspect.report.causes import Witness, causes, taken_apart
 from remat._inspect.report.cockpit import save_cockpit
 from remat._inspect.report.each import each_of
 from remat._inspect.report.measure import Measured, RegionUse, Work, measure
 from remat._inspect.report.records import cockpit_record, explanation_record, short
-from remat._inspect.report.tables import Page, Shown, Table
 from remat._inspect.report.watch import KINDS, PASSES, TRANSFER
 from remat._inspect.residuals import Residual, Residuals
 from remat._overrides import policies_by

@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remat._core import Series, Spot, chart
-from remat._inspect.report import Page, Table, as_text
+from remat._core import Page, Series, Spot, Table, as_text, chart
 from remat.cli.bench import Result
 from remat.cli.commands.env import machine
 
