@@ -54,6 +54,7 @@ from remat._core.progress import (
 )
 from remat._core.reach import (
     Reach,  # what a function can reach, as it was before a look at it
+    is_library,  # whether what is of a module of this name holds no state of the user's
     isolating,  # leave modules in reach, random streams and switches as they are
 )
 from remat._core.shown import (

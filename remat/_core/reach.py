@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import gc
 import random
 import sys
 import threading
@@ -22,20 +23,18 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from remat._core.holders import (
-    CACHE,
-    Attributes,
-    Cached,
-    Cells,
-    FileNames,
-    Holding,
-    Items,
-    Slots,
-    container,
-    leads_to,
-    names_in,
+from remat.transforms import (
+    attributes,
+    flatten,
+    in_slot,
+    is_a,
+    is_tensor,
+    items,
+    length,
+    names_of,
+    slots,
 )
-from remat.transforms import flatten, is_tensor
+from remat.transforms.closure import CONTENTS, Noted, names_in
 from remat.transforms.compat import cached_weights
 from remat.transforms.state import RandomState, switches_put_back
 
@@ -49,10 +48,12 @@ _PLAIN_OBJECTS = frozenset(("collections", "types", "argparse", "weakref", "queu
 _MOST, _LONG = 50_000, 10_000
 # What torch itself keeps in a module, each in a table.
 _TABLES = frozenset(torch.nn.Module().__dict__)
+_CACHE = type(functools.lru_cache(abs))
 
 
-def _is_library(module: Any) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
+def is_library(module: Any) -> bool:
+    """Whether objects and code of a module of this name hold no state of the user's."""
+    return type(module) is str and module.partition(".")[0] in _LIBRARIES
 
 
 @contextlib.contextmanager
@@ -86,8 +87,8 @@ class Reach:
         self.tensors: list[torch.Tensor] = []
         self.modules: list[torch.nn.Module] = []
         self.once: Any = None
-        self._isolated: list[Holding] = []
-        self._others: list[Holding] = []
+        self._isolated, self._others = Noted(), Noted()
+        self._caches: list[tuple[Any, list[Any]]] = []
         self._streams: list[tuple[Callable[[Any, Any], Any], Any, Any]] = []
         self._seen: dict[int, Any] = {}
         self._stack: collections.deque[Any] = collections.deque(roots)  # what is nearest comes first
@@ -105,33 +106,34 @@ class Reach:
         They stay in their tables, as a module that has some runs other ops.
         """
         for module in self.modules:
-            held = object.__getattribute__(module, "__dict__")
-            for table in (held.get("_backward_hooks"), held.get("_backward_pre_hooks")):
-                for key in table or ():
+            held = attributes(module) or {}
+            for name in ("_backward_hooks", "_backward_pre_hooks"):
+                table = held.get(name) or {}
+                for key in table:
                     table[key] = _nothing
 
     def restore(self) -> None:
         """Put modules, attributes of tensors and random streams back."""
         for put_back, where, before in self._streams:
             put_back(where, before)
-        for holder in reversed(self._isolated):
-            holder.restore()
+        self._isolated.restore_state()
 
     def without(self, wanted: Callable[[torch.Tensor], bool]) -> None:
         """Let what has come to hold such a tensor hold what it held before."""
-        for holder in reversed(self._others):
-            if (new := holder.new()) and leads_to(new, wanted):
-                holder.restore()
+        self._others.restore_state(lambda new: _leads_to(new, wanted))
+        for cache, before in self._caches:
+            old = {*map(id, before)}
+            if _leads_to([value for value in _remembered(cache) if id(value) not in old], wanted):
+                # Its table is its own. What was in there is computed again when it is asked for.
+                cache.cache_clear()
 
     def _look_at(self, value: Any) -> None:
         # By its type: a proxy would do who knows what if it were asked for its class.
         kind = type(value)
         if issubclass(kind, (dict, list, set, collections.deque)):
             self._container(value)
-        elif issubclass(kind, tuple):
-            self._stack += tuple.__iter__(value)
-        elif issubclass(kind, frozenset):
-            self._stack += frozenset.__iter__(value)
+        elif issubclass(kind, (tuple, frozenset)):
+            self._stack += items(value)
         elif issubclass(kind, types.FunctionType):
             self._function(value)
         elif issubclass(kind, _WRAPPERS):
@@ -153,55 +155,49 @@ class Reach:
         elif not issubclass(kind, types.ModuleType):
             self._object(value)
 
-    def _note(self, holder: Holding, look: bool = True, isolate: bool = False) -> None:
-        (self._isolated if isolate else self._others).append(holder)
-        if look:
-            self._stack += holder.values()
+    def _note(self, container: Any, isolate: bool = False) -> None:
+        """Note what is in a container, once, and look into it unless it is long."""
+        self._seen[id(container)] = container
+        (self._isolated if isolate else self._others).note(container)
+        if length(container) <= _LONG:
+            self._stack += items(container)
 
     def _container(self, value: Any) -> None:
         if _is_of_the_process(value):
             return
-        holder = container(value)
-        if len(holder.before) <= 100 * _LONG:
-            self._note(holder, len(holder.before) <= _LONG)
+        if length(value) <= 100 * _LONG:
+            self._note(value)
         if type(value).__module__ != "builtins":
             self._attributes(value)
 
     def _module(self, module: torch.nn.Module) -> None:
         self.modules.append(module)
         self._attributes(module, isolate=True)
-        held = object.__getattribute__(module, "__dict__")
+        held = attributes(module) or {}
         for name in _TABLES & held.keys():
-            table = held[name]
-            if issubclass(type(table), (dict, set)) and id(table) not in self._seen:
-                self._seen[id(table)] = table
-                self._note(container(table), isolate=True)
+            if is_a(table := held[name], (dict, set)) and id(table) not in self._seen:
+                self._note(table, isolate=True)
         self._stack.append(type(module))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """What it knows of each parameter, and its groups, which a schedule writes to."""
-        held = object.__getattribute__(optimizer, "__dict__")
+        held = attributes(optimizer) or {}
         state, groups = held.get("state", {}), held.get("param_groups", [])
         for table in (held, state, groups, *dict.values(state), *groups):
-            if isinstance(table, (dict, list)) and id(table) not in self._seen:
-                self._seen[id(table)] = table
-                self._note(container(table), isolate=True)
+            if is_a(table, (dict, list)) and id(table) not in self._seen:
+                self._note(table, isolate=True)
 
     def _attributes(self, value: Any, isolate: bool = False) -> None:
         """The attributes of an object: in its dictionary, and in its slots."""
-        with contextlib.suppress(AttributeError):
-            # (What a thread has there only it can see.)
-            local = issubclass(type(value), threading.local)
-            held = value.__dict__ if local else object.__getattribute__(value, "__dict__")
-            if type(held) is dict and id(held) not in self._seen:
-                self._seen[id(held)] = held
-                self._note(Items(held), isolate=isolate)
-        if members := _slots(type(value)):
-            self._note(Slots((members, value)), isolate=isolate)
+        # (What a thread has there only it can see.)
+        held = getattr(value, "__dict__", None) if is_a(value, threading.local) else attributes(value)
+        if held is not None and id(held) not in self._seen:
+            self._note(held, isolate)
+        self._stack += (self._isolated if isolate else self._others).note_in(value, slots(value))
 
     def _object(self, value: Any) -> None:
         kind = type(value)
-        if not _is_library(kind.__module__):
+        if not is_library(kind.__module__):
             self._attributes(value)
             self._stack.append(kind)
         elif kind.__module__ in _PLAIN_OBJECTS or kind.__module__.startswith("remat"):
@@ -210,35 +206,35 @@ class Reach:
             self.once = value
 
     def _class(self, kind: type) -> None:
-        if _is_library(kind.__module__):
+        if is_library(kind.__module__):
             return
-        self._note(Attributes(kind))
-        self._stack += [vars(kind).get("__call__"), *kind.__bases__]
+        self._others.note(kind)
+        self._stack += [v for k, v in names_of(kind).items() if k == "__call__" or not k.startswith("__")]
+        self._stack += kind.__bases__
 
     def _function(self, fn: types.FunctionType) -> None:
-        if fn.__closure__:
-            self._note(Cells(fn.__closure__))
+        for cell in fn.__closure__ or ():
+            self._stack += self._others.note_in(cell, (CONTENTS,))
         self._stack += [fn.__defaults__, fn.__kwdefaults__, fn.__dict__]
-        if not _is_library(fn.__globals__.get("__name__")):
+        if not is_library(fn.__globals__.get("__name__")):
             names = list(names_in(fn.__code__))
             spaces, met = [fn.__globals__], {id(fn.__globals__)}
             for space in spaces:
-                named = FileNames((space, names))
-                self._note(named)
+                self._stack += (named := self._others.note_in(space, names))
                 # `import state` makes what is in there as near as what is in this file.
-                for module in [v for v in named.values() if issubclass(type(v), types.ModuleType)]:
-                    if not _is_library(module.__name__) and id(vars(module)) not in met:
+                for module in [v for v in named if is_a(v, types.ModuleType)]:
+                    if not is_library(module.__name__) and id(vars(module)) not in met:
                         met.add(id(vars(module)))
                         spaces.append(vars(module))
 
     def _wrapper(self, value: Any) -> None:
         if issubclass(type(value), functools.partial):
-            # (A subclass may define these anew.)
-            self._stack += [vars(functools.partial)[name].__get__(value) for name in _PARTIAL]
+            # (A subclass may define its parts anew.)
+            self._stack += functools.partial.__reduce__(value)[2]
             return
-        if issubclass(type(value), CACHE):
-            self._note(Cached(value))
-            self._stack += vars(value).values()
+        if issubclass(type(value), _CACHE):
+            self._caches.append((value, found := _remembered(value)))
+            self._stack += (*found, *vars(value).values())
         for name in ("__self__", "__func__", "func", "args", "keywords", "fget", "fset", "__wrapped__"):
             if (part := getattr(value, name, None)) is not None:
                 self._stack.append(part)
@@ -248,9 +244,8 @@ def _nothing(*given: Any) -> None:
     """A hook that changes nothing."""
 
 
-_PARTIAL = ("func", "args", "keywords")
 _WRAPPERS = (types.MethodType, types.BuiltinFunctionType, functools.partial, functools.partialmethod)
-_WRAPPERS += (functools.cached_property, property, classmethod, staticmethod, CACHE)
+_WRAPPERS += (functools.cached_property, property, classmethod, staticmethod, _CACHE)
 
 
 def _is_of_the_process(held: Any) -> bool:
@@ -278,7 +273,35 @@ def _stream(value: Any) -> tuple[Callable[[Any, Any], Any], Any, Any] | None:
     return None
 
 
-@functools.lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[Any, ...]:
-    members = [m for base in kind.__mro__ if not _is_library(base.__module__) for m in vars(base).values()]
-    return tuple([m for m in members if isinstance(m, types.MemberDescriptorType)])
+def _remembered(cache: Any) -> list[Any]:
+    """What an `lru_cache` holds: with a bound it shows that, without one its table."""
+    shown = gc.get_referents(cache)
+    tables = [table for table in shown if type(table) is dict and table is not vars(cache)]
+    return [*shown, *[value for table in tables for value in table.values()]]
+
+
+# What is not looked into: it leads to the whole program. More objects than this are data.
+_PROGRAM, _MOST_HELD = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType), 5_000
+
+
+def _leads_to(values: list[Any], wanted: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether one of the values is, or holds, a tensor that is `wanted`, or a node of autograd."""
+    stack, seen = list(values), set[int]()
+    while stack and len(seen) < _MOST_HELD:
+        value = stack.pop()
+        kind = type(value)
+        if id(value) in seen or issubclass(kind, _PROGRAM):
+            continue
+        seen.add(id(value))
+        if issubclass(kind, torch.Tensor):
+            if wanted(value):
+                return True
+        elif kind.__module__ == "torch.autograd.function" or hasattr(kind, "next_functions"):
+            # What it has saved is not for us to see.
+            return True
+        elif issubclass(kind, types.FunctionType):
+            stack += [in_slot(CONTENTS, cell) for cell in value.__closure__ or ()]
+            stack += [value.__defaults__, value.__dict__]
+        elif kind not in (str, bytes, int, float, bool):
+            stack += gc.get_referents(value)
+    return False

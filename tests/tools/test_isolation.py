@@ -7,7 +7,8 @@ import gc
 import sys
 import threading
 import types
-from typing import Any
+from collections import OrderedDict
+from typing import Any, cast
 
 import pytest
 import torch
@@ -494,6 +495,23 @@ def test_a_counter_counts_once_a_look_and_one_of_a_module_not_at_all(place):
         look(fn, x)
         found.append(int(state.calls) - int(before))
     assert found == ([1, 2, 1] if place == "object" else [0, 0, 0])
+
+
+@pytest.mark.parametrize("look", ["explain", "pareto"])
+def test_parameters_stand_in_the_order_that_they_had(look):
+    model = nn.Linear(16, 16)
+    hooks = [model.register_forward_hook(lambda *given: None) for _ in range(2)]
+
+    def fn(x):
+        weight = model.weight
+        del model.weight
+        model.weight = weight
+        OrderedDict.move_to_end(cast("Any", model._forward_hooks), hooks[0].id)
+        return model(x)
+
+    OF_FUNCTIONS[look](fn, X)
+    assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
+    assert [*model._forward_hooks] == [hook.id for hook in hooks]
 
 
 @pytest.mark.parametrize("look", ["pareto", "plan", "fit of a function"])

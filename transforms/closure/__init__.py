@@ -1,9 +1,12 @@
 """What a function closes over, found, named and made an operand."""
 
 from remat.transforms.closure.bindings import (
+    CONTENTS,  # the descriptor by which a cell is read and written
     Bindings,  # which tensors are where in reach, so that a recomputation sees them again
+    Noted,  # what was held where, to be put back
     PythonState,  # all that objects in reach hold, so that a second run of a function leaves nothing
     captured,  # the tensors among what functions lead to that could carry a derivative or a batch dimension
+    names_in,  # what code names: globals and attributes, in functions inside it too
     parts_of,  # the modules among what functions lead to, and those in them
     reached,  # everything that functions, modules and containers lead to
     standing_in,  # a function with other tensors in the place of those it captures

@@ -45,6 +45,7 @@ from remat.transforms.objects import (
     tables_of,
 )
 
+_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 # Where modules hold tensors: the tables, and the keys in them.
 Slots = tuple[list[dict[str, Any]], list[str]]
 
@@ -154,15 +155,48 @@ class Bindings:
                 set_scripted((module, name), tensor)
 
 
-class PythonState:
+class Noted:
+    """What was held where, to be put back: by containers and classes, and in single places of others.
+
+    Put back one by one: other threads may be looking.
+    """
+
+    def __init__(self) -> None:
+        self.whole: list[tuple[Any, list[Any]]] = []
+        self.single: list[tuple[Any, Any, Any]] = []
+
+    def note(self, value: Any) -> None:
+        """Note all that a container holds, or what was given to a class."""
+        self.whole.append((value, _filling(value)))
+
+    def note_in(self, holder: Any, keys: Iterable[Any]) -> list[Any]:
+        """Note what is in places of an object, and return it. Names, slots, `CONTENTS` of a cell."""
+        found = [(holder, key, _held(holder, key, MISSING)) for key in keys]
+        self.single += found
+        return [value for *_, value in found if value is not MISSING]
+
+    def restore_state(self, where: Callable[[list[Any]], bool] | None = None) -> None:
+        """Let all hold that again, or what has come to hold values `where` that is true of them."""
+        for value, before in self.whole:
+            if len(now := _filling(value)) == len(before) and all(map(operator.is_, now, before)):
+                continue
+            ours = {*map(id, before)}
+            if where is None or where([one for one in now if id(one) not in ours]):
+                _refill(value, now, before)
+        changed = [place for place in self.single if _held(*place[:2], MISSING) is not place[2]]
+        hold([place for place in changed if where is None or where([_held(*place[:2])])])
+
+
+class PythonState(Noted):
     """All that objects in reach hold, so that a second run of a function leaves nothing there: caches that
     the caller has emptied stay empty, and lists grow once.
 
-    Attributes, modules' tables, items of dicts, lists, sets and deques, variables. Put back one by one: other
-    threads may be looking. What threads share (queues, events, loggers) is theirs, too.
+    Attributes, modules' tables, items of dicts, lists, sets and deques, variables. What threads share
+    (queues, events, loggers) is theirs, too.
     """
 
     def __init__(self, reach: Iterable[Any]) -> None:
+        super().__init__()
         reach = [value for value in reach if not is_tensor(value)]
         shared = [v for v in reach if type(v).__module__.split(".")[0] in _OF_THREADS]
         apart = {id(part) for value in shared for part in (value, *held(value))}
@@ -170,24 +204,11 @@ class PythonState:
         parts = parts_of(reach)
         tables = [t for part in parts for t in tables_of(part)] + [attributes(v) for v in (*parts, *reach)]
         found = [*tables, *[v for v in reach if container_of(v) in (dict, list, set, deque)]]
-        self.whole = [(v, _filling(v)) for v in found if v is not None]
-        self.single = [(h, k, _held(h, k, MISSING)) for h, keys in variables(reach, parts) for k in keys]
-
-    def restore_state(self) -> None:
-        """Let them hold that again."""
-        for value, before in self.whole:
-            base: Any = container_of(value)
-            if len(now := _filling(value)) == len(before) and all(map(operator.is_, now, before)):
-                continue
-            if base is dict:
-                pairs = list(zip(before[::2], before[1::2], strict=True))
-                ours = {id(key) for key, _ in pairs}
-                hold([(value, key, MISSING) for key in now[::2] if id(key) not in ours])
-                hold([(value, key, was) for key, was in pairs if dict.get(value, key, MISSING) is not was])
-            else:
-                base.clear(value)
-                (base.update if base is set else base.extend)(value, before)
-        hold([place for place in self.single if _held(*place[:2], MISSING) is not place[2]])
+        for value in found:
+            if value is not None:
+                self.note(value)
+        for holder, keys in variables(reach, parts):
+            self.note_in(holder, keys)
 
 
 _OF_THREADS = ("threading", "queue", "_queue", "asyncio", "concurrent", "multiprocessing", "logging")
@@ -195,7 +216,28 @@ _OF_THREADS = ("threading", "queue", "_queue", "asyncio", "concurrent", "multipr
 
 def _filling(value: Any) -> list[Any]:
     # (Keys and items in turn: a dict of them would ask the keys for their hashes.)
-    return [*itertools.chain(*dict.items(value))] if container_of(value) is dict else items(value)
+    if is_a(value, type):
+        return [one for pair in names_of(value).items() if not pair[0].startswith("__") for one in pair]
+    return [*itertools.chain(*_dict(value).items(value))] if container_of(value) is dict else items(value)
+
+
+def _refill(value: Any, now: list[Any], before: list[Any]) -> None:
+    base: Any = container_of(value)
+    if base is not None and base is not dict:
+        base.clear(value)
+        (base.update if base is set else base.extend)(value, before)
+        return
+    pairs = list(zip(before[::2], before[1::2], strict=True))
+    ours = {id(key) for key, _ in pairs}
+    hold([(value, key, MISSING) for key in now[::2] if id(key) not in ours])
+    hold([(value, key, was) for key, was in pairs if _held(value, key, MISSING) is not was])
+    if base is dict and not all(map(operator.is_, _filling(value), before)):  # in another order
+        hold([place for key, was in pairs for place in ((value, key, MISSING), (value, key, was))])
+
+
+def _dict(value: Any) -> Any:
+    """Whose methods read and write a dict."""
+    return OrderedDict if is_a(value, OrderedDict) else dict
 
 
 def _is_sharded(value: Any) -> bool:
@@ -204,6 +246,9 @@ def _is_sharded(value: Any) -> bool:
 
 def _held(holder: Any, key: Any, absent: Any = None) -> Any:
     kind = type(holder)
+    if type(key) in _DESCRIPTORS:
+        found = in_slot(key, holder)
+        return absent if found is MISSING else found  # of a variable that was deleted there is nothing
     if issubclass(kind, dict):
         return dict.get(holder, key, absent)
     if issubclass(kind, (list, deque)):
@@ -211,26 +256,23 @@ def _held(holder: Any, key: Any, absent: Any = None) -> Any:
         return base.__getitem__(holder, key) if key < length(holder) else None
     if issubclass(kind, type):
         return names_of(holder).get(key, absent)
-    if key == "args" and issubclass(kind, functools.partial):
-        return _PARTS[1](holder)
-    found = in_slot(key, holder)  # of a variable that was deleted there is nothing
-    return absent if found is MISSING else found
+    return _PARTS[1](holder)  # a partial's arguments
 
 
 def hold(given: Iterable[tuple[Any, Any, Any]]) -> None:
     """Put values where holders have their keys; none are left where that is MISSING."""
     for holder, key, value in given:
         kind, put = type(holder), value is not MISSING
-        if issubclass(kind, dict):
-            base: Any = OrderedDict if issubclass(kind, OrderedDict) else dict
+        if type(key) in _DESCRIPTORS:
+            key.__set__(holder, value) if put else key.__delete__(holder)
+        elif issubclass(kind, dict):
+            base: Any = _dict(holder)
             base.__setitem__(holder, key, value) if put else base.pop(holder, key, None)
         elif issubclass(kind, type):
             type.__setattr__(holder, key, value) if put else type.__delattr__(holder, key)
-        elif issubclass(kind, functools.partial) and key == "args":
+        elif issubclass(kind, functools.partial):
             now: Any = functools.partial.__reduce__(holder)[2]
             _PARTIAL["__setstate__"](holder, (now[0], value, *now[2:]))
-        elif not issubclass(kind, (list, deque)):
-            key.__set__(holder, value) if put else key.__delete__(holder)
         elif key < length(holder):
             base = container_of(holder)
             base.__setitem__(holder, key, value)
@@ -264,7 +306,7 @@ def places(reach: list[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple
 # Those of a partial, whatever a subclass says.
 _PARTIAL: Any = vars(functools.partial)
 _PARTS = [_PARTIAL[name].__get__ for name in ("func", "args", "keywords")]
-_CONTENTS = vars(types.CellType)["cell_contents"]
+CONTENTS = vars(types.CellType)["cell_contents"]
 
 
 def variables(reach: Iterable[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, Iterable[Any]]]:
@@ -278,10 +320,10 @@ def variables(reach: Iterable[Any], parts: Iterable[torch.nn.Module]) -> Iterato
     for value in reach:
         if type(value) is types.FunctionType:
             for cell in value.__closure__ or ():
-                yield cell, (_CONTENTS,)
+                yield cell, (CONTENTS,)
             known = value.__globals__
             if known.get("__name__", "").split(".")[0] not in _LIBRARIES:
-                yield from _named(known, [*_names(value.__code__)])
+                yield from _named(known, [*names_in(value.__code__)])
         elif not is_a(value, _NO_CONTAINERS):
             if container_of(value) is None and (table := attributes(value)) is not None:
                 yield table, list(dict.keys(table))
@@ -303,8 +345,8 @@ def _named(known: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, list[
 
 def _places_named(function: types.FunctionType) -> Iterator[tuple[Any, Any, Iterable[Any]]]:
     for cell in function.__closure__ or ():
-        yield cell, (_CONTENTS,), (_held(cell, _CONTENTS),)
-    names = [*_names(function.__code__)]
+        yield cell, (CONTENTS,), (_held(cell, CONTENTS),)
+    names = [*names_in(function.__code__)]
     known = function.__globals__
     yield known, names, map(known.get, names)
     found: list[Any] = [*cells(function), *map(known.get, names)]
@@ -449,19 +491,19 @@ def _inside_function(function: types.FunctionType) -> Iterator[Any]:
     yield from (function.__kwdefaults__ or {}).values()
     yield from function.__dict__.values()
     known: dict[str, Any] = function.__globals__
-    values: list[Any] = [known.get(name) for name in _names(function.__code__)]
+    values: list[Any] = [known.get(name) for name in names_in(function.__code__)]
     for value in values:
         # Library functions are not walked: what they close over is not the user's. Regions' functions are.
         if not is_a(value, types.FunctionType) or value.__globals__ is known or _is_region(value):
             yield value
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """What code names: globals and attributes, in functions inside it too."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 # -- a function that captures what it is also given ----------------------------------------------------------

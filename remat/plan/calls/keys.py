@@ -9,7 +9,6 @@ same one. What cannot be looked into counts by its identity. A key holds no func
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from remat._core import is_library
 from remat.plan.joint import target_kind
 from remat.transforms import (
     Identity,
@@ -51,8 +51,6 @@ _LONG = 256
 
 # So deep, and so many in one look, are objects looked into: what is beyond counts as its class.
 _DEEP, _MANY = 4, 64
-# Whose objects count as themselves: what they hold is no state of the user's.
-_LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "remat", "numpy", "triton", "optree", "sympy"))
 
 
 class Loose(tuple[Hashable, ...]):
@@ -315,15 +313,10 @@ class _Look:
             self.at(in_slot(slot, value))
 
 
-@functools.lru_cache(maxsize=1024)
-def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in _LIBRARIES
-
-
 def _is_users(kind: type) -> bool:
     """Whether objects of a class hold state of the user's that can be read."""
     module = names_of(kind).get("__module__")
-    return type(module) is str and not _is_library(module)
+    return type(module) is str and not is_library(module)
 
 
 def _of(value: Any) -> Hashable:
