@@ -44,6 +44,7 @@ from remat._torch.groups import (
 from remat._torch.looks import (
     backwards_watched,  # run what Python starts as a backward, and be told of storages that get another size
     resize_storage,  # give a storage another size, which nobody is told of
+    states_watched,  # be told of states of the CPU's generator that somebody takes
 )
 from remat._torch.modules import (
     module_path,  # the path of the module that runs, or is about to

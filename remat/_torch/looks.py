@@ -1,4 +1,5 @@
-"""What a look must see that neither ops nor torch functions show: backwards inside, and resized storages.
+"""What a look must see that neither ops nor torch functions show: backwards inside, resized storages,
+and states of generators that are taken.
 
 Private names of torch, each with its reason. Tried on 2.13.0 (CPU).
 """
@@ -27,6 +28,7 @@ class _Watchers(threading.local):
     def __init__(self) -> None:
         self.backwards: list[Callable[..., Any]] = []
         self.resizes: list[Callable[[torch.UntypedStorage], None]] = []
+        self.states: list[Callable[[torch.Tensor], None]] = []
 
 
 _watchers = _Watchers()
@@ -64,6 +66,27 @@ def _resize(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
     return resize_storage(storage, *args, **kwargs)
 
 
+_rng_state = torch.get_rng_state
+
+
+def _get_rng_state() -> torch.Tensor:
+    state = _rng_state()
+    for note in _watchers.states[-1:]:
+        note(state)
+    return state
+
+
+@contextlib.contextmanager
+def states_watched(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Within a look, on this thread, `note` is told of states of the CPU's generator that are taken, as
+    torch's checkpoint takes them. Of several the innermost is."""
+    _watchers.states.append(note)
+    try:
+        yield
+    finally:
+        _watchers.states.pop()
+
+
 @contextlib.contextmanager
 def backwards_watched(
     backward: Callable[..., Any], resize: Callable[[torch.UntypedStorage], None]
@@ -78,6 +101,7 @@ def backwards_watched(
         if len(_looks) == 1:
             exchange(_variable, "_execution_engine", _Engine(_variable._execution_engine))
             exchange(torch.UntypedStorage, "resize_", _resize)
+            exchange(torch, "get_rng_state", _get_rng_state)
     _watchers.backwards.append(backward)
     _watchers.resizes.append(resize)
     try:
@@ -90,3 +114,4 @@ def backwards_watched(
             if not _looks:
                 exchange(_variable, "_execution_engine", _variable._execution_engine._engine)
                 del torch.UntypedStorage.resize_
+                exchange(torch, "get_rng_state", _rng_state)

@@ -239,7 +239,7 @@ def live_bytes(
     ends = node_ends(ops) if nodes else {}
     known = held_until(joint, ops, nodes=nodes)
     for step, op in enumerate(ops):
-        for value in (*op.reads, *op.outputs):
+        for value in (*op.reads, *op.outputs, *op.beside):
             storage = joint.values[value].storage
             used[storage] = step
             late = step if storage in known else ends.get(op.node, step)
@@ -258,7 +258,8 @@ def live_bytes(
         if nodes and (sum_of := written_over(joint, op)) in live and used[sum_of] == step:
             live.remove(sum_of)
             total -= joint.storages[sum_of]
-        for value in op.outputs:
+        # (What runs again takes no states of generators.)
+        for value in op.outputs if nodes and op.forward else (*op.beside, *op.outputs):
             storage = joint.values[value].storage
             if storage not in live and joint.owner[storage] >= 0:
                 live.add(storage)

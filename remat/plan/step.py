@@ -492,7 +492,7 @@ class _Outside:
         last: dict[int, int] = {}
         nodes, known = node_ends(joint.ops), held_throughout(joint)
         for at, op in enumerate(joint.ops):
-            for v in (*op.reads, *op.outputs):
+            for v in (*op.reads, *op.outputs, *op.beside):
                 s = values[v].storage
                 seen = known.get(s, -1)
                 last[s] = max(last.get(s, -1), seen if seen >= at else nodes.get(op.node, at))

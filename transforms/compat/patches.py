@@ -63,6 +63,7 @@ FOR_A_WHILE = {
     "torch._functorch.vmap._remove_batch_dim": "of a result without a batch it makes a new tensor",
     "torch.autograd.variable.Variable._execution_engine": "a look is asked about backwards inside",
     "torch.storage.UntypedStorage.resize_": "a look is told of storages that are resized, which is no op",
+    "torch.get_rng_state": "a look is told of states of generators that are taken, which is no op",
     "torch._dynamo.variables.builder.VariableBuilder.wrap_symfloat": (
         "floats of a region's graph are inputs of the graph around"
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from remat._core import collecting_rarely, did
-from remat._torch import DEVICE, Repeats
+from remat._torch import DEVICE, Repeats, states_watched
 from remat.plan.joint.holes import around, holes_of, parts_of
 from remat.plan.joint.lives import Lives
 from remat.plan.joint.ops import Joint, Op, Ref, Value, noted
@@ -105,6 +106,8 @@ class JointRecorder(Packing, DispatchMode):
         self.lives = Lives(self._number)
         # Results of calls that were left out which others than the caller hold.
         self.staying: list[torch.Tensor] = []
+        # States of generators that were taken since the last op.
+        self.states: list[weakref.ref[torch.Tensor]] = []
         self._place: tuple[int | None, int] = None, -1
         # A storage that is gone lends its address to no other one meanwhile.
         self._kept: list[Any] = []
@@ -198,6 +201,10 @@ class JointRecorder(Packing, DispatchMode):
         number = None if grad is None else self._number.get(id(grad))
         return None if number is None or self.values[number].producer < 0 else grad
 
+    def take_state(self, state: torch.Tensor) -> None:
+        """The state of a generator is there, which no op has made."""
+        self.states.append(weakref.ref(state))
+
     def forward_ends(self) -> None:
         """From here on handles are those of the backward."""
         # A node that nothing leads to, such as that of `x.amax().detach()`, is gone with what it saved.
@@ -264,6 +271,9 @@ class JointRecorder(Packing, DispatchMode):
         refs = self._noted(args, reads), self._noted(kwargs, reads)
         reads |= {self._writer[s] for v in reads if (s := self.values[v].storage) in self._writer}
         position = self.lives.now = len(self.ops)
+        states = [state for told in self.states if (state := told()) is not None]
+        beside = tuple([self.add(state, "op", position) for state in states])
+        self.states.clear()
         out = self.run(func, args, kwargs)
         mutated = [
             kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in facts.writes
@@ -279,7 +289,8 @@ class JointRecorder(Packing, DispatchMode):
                 outputs.append(self.add(leaf, "op", position, least_bytes(func, args, leaf)))
         made = func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location
         optional = self.casts and self.in_forward and is_cast_of_leaf(func, args)
-        self.ops.append(Op(*made, optional=optional, node=-1 if self.in_forward else _node()))
+        node = -1 if self.in_forward else _node()
+        self.ops.append(Op(*made, optional=optional, node=node, beside=beside))
         if not len(self.ops) % 64:
             did("traced", len(self.ops))
         return out
@@ -371,7 +382,7 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...]) -> Joint:
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
         holes=holes_of(recorder),
-        pinned=_pinned(recorder, results, held) if recorder.late else (),
+        pinned=_pinned(recorder, results, held),
         held=held,
         ends=ends,
     )
@@ -414,6 +425,7 @@ def _trace(
         refused(fn, lambda: recorder.last),
         stood_in(recorder.stand_ins),
         recorder,
+        states_watched(recorder.take_state),
         torch.autograd.set_multithreading_enabled(False),
         hooks_aside(),  # those of the user's count what is saved
     ):
@@ -480,6 +492,8 @@ def differentiated(
                 graded[number] = graded[number] + g if number in graded else g
         recorder.differentiated = tuple(graded)
         recorder.gradients = tuple(map(recorder.number, graded.values()))
+    # From here on results go, and with them what nodes hold by themselves, such as attributes of a `ctx`.
+    recorder.lives.now = len(recorder.ops)
     return numbers
 
 

@@ -85,6 +85,7 @@ class Op:
         location: the user's "file:line", empty in the backward.
         optional: whether it is a cast of a weight that autocast may have in its cache, when it does not run.
         node: a number that the backward's ops of one autograd node share.
+        beside: values that are there when it begins, and that no op has made: states of generators.
     """
 
     target: Any
@@ -97,6 +98,7 @@ class Op:
     location: str
     optional: bool = False
     node: int = field(default=-1, compare=False)
+    beside: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def name(self) -> str:
@@ -138,8 +140,8 @@ class Joint:
         saved: values that autograd packed for the backward, in order, without repetition.
         packed: of each time that it did the value, how many ops had run, and the number of the node.
         results: the function's tensor outputs.
-        pinned: storages that nodes of transforms of torch.func inside hold, which take no hooks, each with
-            the last op while one does. They are there whatever a region keeps.
+        pinned: storages that nodes hold past all hooks, as those of transforms of torch.func inside do, each
+            with the last op while one does. They are there whatever a region keeps.
         made: those that it has made, each once, and what else outlives it, such as a module's attribute.
         shapes: those of `saved` of which nodes read the shape alone, so that an engine in eager code keeps
             nothing for them.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from remat._torch import states_watched
 from remat.plan.joint.graph import JointRecorder, differentiated, graph_of_run
 from remat.plan.joint.holes import Opened, around, parts_of, tensors_given
 from remat.plan.joint.ops import Joint
@@ -59,7 +60,8 @@ def record_run(
                 held = isinstance(t, torch.nn.Parameter)
                 held |= id(t) not in direct and t.requires_grad and t.is_leaf
                 recorder.add(t, "parameter" if held else "argument")
-            with recorder, torch.autograd.set_multithreading_enabled(False):
+            watched = states_watched(recorder.take_state)
+            with recorder, watched, torch.autograd.set_multithreading_enabled(False):
                 run = fn, args, kwargs, recorder, given
                 results = differentiated(*run, backward, cotangents=cotangents, present=present)
         return graph_of_run(recorder, results), dict(recorder.found)
