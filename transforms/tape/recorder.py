@@ -489,8 +489,7 @@ class Recorder(KeptValues):
         """Memories from outside that user code frees or fills while the function runs, as offloaders do with
         those of weights. They are no longer held against snapshots: the function fills them again."""
         found: dict[int, Freed] = {}
-        # (FSDP2 gathers inside, and its hooks see to it in both passes that parameters are there.)
-        for at, tensor in enumerate(() if self.tape.sharded else self.outside):
+        for at, tensor in enumerate(self.outside):
             root = self.tape.outside[at].root
             memory = None if root in found or root in self.moved else memory_of(tensor)
             if memory is None or (-1 - root != at and root not in self.sizes):
