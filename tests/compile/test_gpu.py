@@ -181,6 +181,18 @@ def test_recomputed_reductions_in_other_blocks_are_told(triton):
 
 
 @pytest.mark.slow
+def test_products_that_sum_over_more_run_faster(triton):
+    shapes = (4096, 512), (512, 8192), (8192, 4096)
+    operands = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    step = lambda x, up, down: ((x @ up) @ down).float().sum()  # noqa: E731
+    report = compile_for("h100", step, operands[0].requires_grad_(), *operands[1:])
+    assert report.forward
+    products = [kernel for kernel in report.forward.kernels if kernel.name == "aten.mm"]
+    short, long = [product.flops / product.seconds for product in products]
+    assert short < long
+
+
+@pytest.mark.slow
 def test_what_only_gives_a_shape_is_not_lost(triton):
     """The backward of a pooling reads the shape of its input: the convolution that makes it does not run."""
     region = remat(lambda x, w: x + F.conv2d(F.silu(F.conv2d(x, w, padding=1)), w, padding=1))

@@ -141,6 +141,8 @@ def test_a_tensor_passed_with_and_without_a_derivative():
         return torch.nn.functional.scaled_dot_product_attention(q, q.sin(), q)[0, 0]
 
     def run(f):
-        return vmap(lambda x: grad(lambda a: f(a, x).sum())(x))(rand(5, 3, 4))
+        x = rand(3, 4)
+        twice = grad(lambda a: grad(lambda b: f(b, x).sum())(a).sum())(x)
+        return vmap(lambda x: grad(lambda a: f(a, x).sum())(x))(rand(5, 3, 4)), twice
 
     same(run(remat(region)), run(region))

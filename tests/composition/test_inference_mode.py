@@ -63,6 +63,18 @@ def test_an_inference_tensor_as_operand(way, policy):
         torch.testing.assert_close(run(lambda p: region(p, feature), x), want)
 
 
+def test_an_inference_tensor_of_a_class_of_its_own_comes_as_such():
+    class Feature(torch.Tensor):
+        pass
+
+    with torch.inference_mode():
+        feature = rand(3).as_subclass(Feature)
+    seen = []
+    region = remat(lambda x, z: (seen.append(type(z)), ((x + z).sin() * x).sum())[1])
+    grad(region)(rand(3), feature)
+    assert set(seen) == {Feature}
+
+
 def test_a_pull_on_the_other_side():
     region, x = remat(field), rand(3)
     want = pulled(field, x)

@@ -1113,6 +1113,25 @@ def test_what_needs_data_is_planned_from_two_real_steps(kind, block, capfd):
     check(model, x, measure=True, rel=0.04 if block.__name__ == "branch" else 0.02)
 
 
+@pytest.mark.slow
+def test_a_result_without_a_derivative_has_none_in_a_step_that_runs_with_data():
+    seen = []
+
+    def block(self, x):
+        y = self.net(x) if x.sum() > -1e9 else x
+        return y, y.detach()
+
+    def forward(self, x):
+        for one in self.blocks:
+            y, still = one(x)
+            seen.append(still.requires_grad)
+            x = x + y * still
+        return x.square().sum()
+
+    remat.fit(of(forward, Row)(of(block)), torch.randn(4, 24, 32), budget=0.5, measure=True)
+    assert seen and not any(seen)
+
+
 def test_measure_runs_nothing_where_shapes_are_enough(capfd):
     model, x = Pairs(), torch.randn(4, 24, 32)
     report = remat.fit(model, x, peak="1GiB", measure=True)

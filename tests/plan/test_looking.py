@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from remat import RematError, checkpoint_policy, fit, nn as remat_nn, remat, saved_residuals, scan_remat
 from remat.plan import BudgetPolicy, pareto
@@ -164,6 +165,15 @@ def test_calls_of_spread_modules_are_planned_as_what_they_compute(mesh, how):
             loss = remat(layer.__call__, policy=POLICY)(x).sum()
             if how.startswith("fsdp"):  # (the fake group cannot reduce buckets)
                 loss.backward()
+
+
+def test_a_sharded_parameter_is_planned_as_its_part(mesh):
+    def plan(x):
+        weight = nn.Parameter(x + 1)
+        return POLICY.plan(lambda x: torch.tanh(x * weight).exp(), x)
+
+    plans = [plan(x) for x in (torch.ones(4, 8), distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]))]
+    assert len({(plan.ops, plan.saved, plan.kept_bytes, plan.peak_bytes) for plan in plans}) == 1
 
 
 @pytest.mark.parametrize("around", [True, False])

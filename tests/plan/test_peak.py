@@ -85,6 +85,14 @@ def test_peaks_that_do_not_rise_with_the_budget():
         highest_within(10, 0, 160, lambda b: b, peak)
 
 
+def test_in_compiled_code_what_runs_again_is_counted():
+    """The argument, the gradient of the result and three values are there at once, kept or made again."""
+    x = torch.ones(1024, requires_grad=True)
+    for budget in (0, 1.0):
+        plan = compiled_plan(lambda x: x.sin().exp().tanh(), x, budget=budget, cost="flops")
+        assert plan.peak_bytes == 5 * x.nbytes
+
+
 def test_gradients_under_a_peak_are_those_without():
     model, x = deep()
     low, high = (BudgetPolicy(b).plan(model, x * 1).peak_bytes for b in (0, 1.0))

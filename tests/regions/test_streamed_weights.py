@@ -318,6 +318,21 @@ def test_other_numbers_of_a_function_that_fetches_are_noticed() -> None:
         loss.backward()
 
 
+def test_a_write_to_what_is_read_beside_a_weight_of_two_memories_is_noticed() -> None:
+    weight, scale = nn.Parameter(torch.ones(3)), torch.full((3,), 3.0)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        weight.data = torch.ones(3)
+        x = (x * weight).sin()
+        weight.data = torch.full((3,), 2.0)
+        return ((x * weight).sin() * scale).sin()
+
+    loss = region_of(fn)(torch.ones(3, requires_grad=True)).sum()
+    scale.add_(1)
+    with pytest.raises(remat.RematError, match="reads `scale`.*written in place between"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("way", ["data", "resized"])
 def test_a_plan_leaves_a_layer_the_gradient_of_a_call_before(way: str) -> None:
     """A weight of another device or dtype, if for a moment, has another end of its graph from then on."""

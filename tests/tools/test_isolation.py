@@ -364,8 +364,9 @@ def dropped(m, home, x):
 
 
 def held(m, home, x):
-    """Resizes storages that it has held all along."""
+    """Resizes storages that it has held all along, more than once."""
     for storage, p in home["storages"]:
+        storage.resize_(0)
         storage.resize_(p.numel() * 4)
         p.data.copy_(home[p])
     return torch.sin(m(x))

@@ -72,6 +72,11 @@ LISTS = {
         (rand(4, 4),),
         [("argument", "x", 128), ("output", "aten.sin.default", 32), ("output", "aten.sum.default", 8)],
     ),
+    "what autograd saves, beside what is dead, where the input is larger": (
+        remat(lambda x: (x.sum().exp(), x.sum(0).sin().sum())[1]),
+        (rand(64, 8),),
+        [("output", "aten.sum.dim_IntList", 64)],
+    ),
     "beside an earlier graph": (
         lambda h: h.cos(),
         (rand(3).requires_grad_().sin().exp().tanh(),),
