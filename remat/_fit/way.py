@@ -33,7 +33,7 @@ from remat.plan import (
     step_of,
 )
 from remat.plan.joint import NotOnFakes
-from remat.policies import Policy, policy_given, save_nothing, several_given
+from remat.policies import Policy, policy_given, save_everything, save_nothing, several_given
 from remat.transforms import RematError, tree_leaves
 
 
@@ -132,6 +132,9 @@ class ModelStep:
         return max(found, key=lambda step: sum(graph.kept_by_default for graph in step.graphs))
 
 
+# The attribute by which layers of transformers are told to have a checkpoint.
+_SWITCH = "gradient_checkpointing"
+
 # One part in so many of a step is left free, for what is not counted: the states that generators have before
 # draws that run again, numbers that autograd holds. Of steps that depend on data two runs were seen.
 _PARTS, _PARTS_OF_DATA = 100, 25
@@ -202,17 +205,20 @@ class Way:
     @property
     def theirs(self) -> str:
         """Which blocks run where others decide what is kept; empty where none does."""
-        hooked, every = len(self.modules) - len(self._free), len(self.modules)
-        # (Layers of transformers leave that out where they are regions.)
-        on = sum(module.__dict__.get("gradient_checkpointing") is True for module in self._free.values())
-        told = {
-            f"{hooked} of {every} blocks run under saved-tensor hooks, such as torch's checkpoint has, which "
-            "decide what is kept: they stay as they are.": hooked,
-            f"{on} of {every} blocks have gradient_checkpointing on, which a region takes the place of: "
-            "without one they keep less than is planned here.": on,
-        }
-        off = "Turn that off (model.gradient_checkpointing_disable()) to have remat.fit choose."
-        return " ".join([*filter(told.get, told), off]) if hooked or on else ""
+        if not (hooked := len(self.modules) - len(self._free)):
+            return ""
+        return (
+            f"{hooked} of {len(self.modules)} blocks run under saved-tensor hooks, such as torch's "
+            "checkpoint has, which decide what is kept: they stay as they are. Turn that off "
+            "(model.gradient_checkpointing_disable()) to have remat.fit choose."
+        )
+
+    @property
+    def _checkpointing(self) -> set[str]:
+        """Blocks that are told to have torch's checkpoint; layers of transformers leave it out where they are
+        regions, as they are while a plan is made."""
+        switches = {name: module.__dict__.get(_SWITCH) for name, module in self._free.items()}
+        return {name for name, on in switches.items() if on is True}
 
     @property
     def _free(self) -> dict[str, torch.nn.Module]:
@@ -236,6 +242,11 @@ class Way:
             )
         if told := self.theirs:
             yield told
+        if on := len(self._checkpointing):
+            yield (
+                f"{on} of {len(self.modules)} blocks have gradient_checkpointing on, which regions take the "
+                "place of: they are regions even where all is kept."
+            )
         if idle := len(self._free) - len(set(self.called) & set(self.modules)):
             yield (
                 f"{idle} of {len(self._free)} blocks did not run in this step: the plan is of the one path "
@@ -255,6 +266,8 @@ class Way:
                 found[name] = made.get(module)
             else:
                 found[name] = self._of_its_class(module, made, self.chosen)
+            if found[name] is None and name in self._checkpointing:
+                found[name] = save_everything
         for name, module in self._free.items():
             settings = nn.settings_of(module) or {}
             nn.remove_from(module)

@@ -1026,8 +1026,30 @@ def test_a_checkpoint_inside_of_a_block_is_part_of_the_plan():
     model, x = Row(of(reentrant)), torch.randn(4, 24, 32, requires_grad=True)
     plain = remat.fit(model, x, peak="1TiB")
     assert plain.measure().measured_bytes == plain.peak_bytes
-    model.blocks[1].__dict__["gradient_checkpointing"] = True  # as layers of transformers say it
-    assert "1 of 3 blocks have gradient_checkpointing on" in str(remat.fit(model, x, peak="1TiB"))
+
+
+class Layer(FeedForward):
+    """It leaves its checkpoint out where it is a region, as layers of transformers do."""
+
+    gradient_checkpointing = False
+
+    def forward(self, x):
+        if self.gradient_checkpointing and type(self).forward is Layer.forward:
+            return checkpoint(self.net, x, use_reentrant=False)
+        return self.net(x)
+
+
+def test_layers_that_have_a_checkpoint_on_are_regions_even_where_all_is_kept():
+    model, x = Row(Layer), torch.randn(4, 24, 32)
+    model.blocks[1].__dict__["gradient_checkpointing"] = True
+    plain = remat.fit(model, x, peak="1TiB")
+    assert plain.layers == {"blocks.1": "save_everything"} and not plain.cost
+    assert plain.peak_bytes - plain.held.bytes == measured(model, (x,))
+    assert "1 of 3 blocks have gradient_checkpointing on" in str(plain)
+    done = remat.fit(model, x, peak=plain.peak_bytes * 9 // 10)
+    assert "blocks.1" in done.applied and done.peak_bytes - plain.held.bytes == measured(model, (x,))
+    done.remove()
+    assert measured(model, (x,)) < plain.peak_bytes - plain.held.bytes  # by its checkpoint
 
 
 def test_what_a_function_holds_by_itself_is_there_whatever_a_region_keeps():
