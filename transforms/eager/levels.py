@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from remat.transforms.closure import Bindings, PythonState, as_operands
+from remat.transforms.closure import PythonState, as_operands
 from remat.transforms.compat import (
     GRAD,
     JVP,
@@ -151,9 +151,7 @@ class LevelInputs(Inputs):
 
     def note_world(self, reach: Any) -> None:
         """Note what a forward changes that may turn out to be the primitive's."""
-        # Who has registered state of their own puts it back: what their objects hold is theirs.
-        held = Bindings(reach, states=True) if self.ambient.captured else PythonState(reach)
-        self.undo = held, RandomState(self.tensors, own=reach)
+        self.undo = PythonState(reach), RandomState(self.tensors, own=reach)
 
     def restore_state(self, recorder: Recorder | None) -> None:
         """Let the world be as it was before the forward that `recorder` has watched."""

@@ -11,7 +11,7 @@ from remat._core import trace_cpu
 from remat.plan.graph.flops import flops_of
 from remat.plan.graph.measured import described, tensor_like
 from remat.plan.graph.stopwatch import alone
-from remat.plan.joint import CONVOLUTION, CONVOLUTION_BACKWARD, RNN, Joint, Op, Ref, gpu_workspace
+from remat.plan.joint import CONVOLUTION, CONVOLUTION_BACKWARD, MOST_RUN, RNN, Joint, Op, Ref, gpu_workspace
 from remat.transforms import BoundedCache, map_only
 from remat.transforms.compat import profiling
 
@@ -20,8 +20,7 @@ _LIBRARIES = ("aten.convolution", "aten._fft_", "aten.mkldnn_rnn_layer")
 # (Of half precision, and of complex numbers.)
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
-# Larger ones are not run to find that out.
-_FLOPS, _BYTES = 1e10, 1 << 28
+_FLOPS = 1e10  # and more are not run to find that out
 _seen: BoundedCache[str, int] = BoundedCache(4096)
 
 
@@ -41,7 +40,7 @@ def workspace(joint: Joint, op: Op) -> int:
     if not op.name.startswith(_LIBRARIES if plain else (*_LIBRARIES, *_PRODUCTS)):
         return 0
     size = sum(values[v].bytes for v in (*op.reads, *op.outputs))
-    if kind == "cpu" and size <= _BYTES and flops_of(joint, op) <= _FLOPS:
+    if kind == "cpu" and size <= MOST_RUN and flops_of(joint, op) <= _FLOPS:
         found = _measured(joint, op)
         if found is not None:
             return found

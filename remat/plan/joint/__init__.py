@@ -40,6 +40,7 @@ from remat.plan.joint.stand_ins import (
 from remat.plan.joint.workspace import (
     CONVOLUTION,  # the op
     CONVOLUTION_BACKWARD,  # that of both its gradients
+    MOST_RUN,  # what reads more bytes is not run to find out what it takes
     RNN,  # an LSTM of oneDNN
     gpu_workspace,  # bytes that live while a GPU runs an op, beside what it reads and makes
     turned_bytes,  # bytes that a convolution copies so that channels come last

@@ -27,7 +27,8 @@ _LOSSES += (_aten.binary_cross_entropy.default,)
 
 # oneDNN's LSTM, which leaves its backward a workspace.
 RNN = _aten.mkldnn_rnn_layer.default
-_LARGE = 1 << 28
+# What reads more bytes is not run to find out what it takes.
+MOST_RUN = 1 << 28
 
 
 def least_bytes(op: Any, operands: Sequence[Any], made: torch.Tensor) -> int:
@@ -39,7 +40,7 @@ def least_bytes(op: Any, operands: Sequence[Any], made: torch.Tensor) -> int:
         return 0
     given: Any = operands[0]
     size = math.prod(given.shape) * given.dtype.itemsize
-    if op is not RNN or size > _LARGE:
+    if op is not RNN or size > MOST_RUN:
         return size
     facts = [(tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else t for t in operands]
     return _rnn_workspace(torch.is_grad_enabled(), *[tuple(f) if isinstance(f, list) else f for f in facts])
