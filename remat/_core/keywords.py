@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from remat._core.shown import described
+from remat._core.shown import described, name_of
 from remat.transforms import RematError, WrongType
 
 P = ParamSpec("P")
@@ -87,7 +87,7 @@ def _named(fn: Any) -> set[str]:
 
 
 def _said(name: str, option: str, fn: Any, value: Any) -> str:
-    label = getattr(fn, "__name__", None) or type(fn).__name__
+    label = name_of(fn)
     return (
         f"{name}({option}={value!r}): {option} is an option of {name}, and {label} has an argument of that "
         f"name. For {label}'s write {name}({label}, ..., kwargs={{{option!r}: {value!r}}}); for {name}'s "

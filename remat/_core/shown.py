@@ -33,6 +33,11 @@ def described(value: Any) -> str:
     return text if value is None else f"{text} of type {kind}"
 
 
+def name_of(fn: Any) -> str:
+    """What the user calls a function, or a module by its class."""
+    return getattr(fn, "__name__", None) or type(fn).__name__
+
+
 def to_install(*extras: str) -> str:
     """How to install what some extras of this package list.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from remat._core import name_of
 from remat.cli.errors import UsageError
 from remat.transforms.closure import captured, reached
 
@@ -86,7 +87,7 @@ def named(target: str) -> Any:
 def _member(found: Any, name: str) -> Any:
     if not hasattr(found, name):
         near = difflib.get_close_matches(name, dir(found), n=1)
-        what = getattr(found, "__name__", None) or type(found).__name__
+        what = name_of(found)
         raise AttributeError(f"{what} has no {name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
     return getattr(found, name)
 

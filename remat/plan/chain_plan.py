@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from remat._core import Decision, OpInfo, format_bytes
+from remat._core import Decision, OpInfo, format_bytes, name_of
 from remat._region import with_policy
 from remat.plan.budget import check_peak
 from remat.plan.calls import looked
-from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
+from remat.plan.chain import Chain, Measure, Part, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.joint import on_fakes, record
 from remat.plan.plans import Following, Plan
@@ -175,18 +175,13 @@ class Task:
         self.graphs, self.pairs = graphs
         self.measured: dict[Any, Any] = {}
         count = len(stages)
-        alone = [self._stage(g, k == count - 1) for k, g in enumerate(self.graphs)]
-        joined = {(k, k + 2): self._choices(g, k == count - 2) for k, g in enumerate(self.pairs)}
+        alone = [self._once(Measure.stage, g, k == count - 1) for k, g in enumerate(self.graphs)]
+        pairs = enumerate(self.pairs)
+        joined = {(k, k + 2): self._once(Measure.choices, g, k == count - 2) for k, g in pairs}
         self.chain = Chain(alone, joined)
 
-    def _stage(self, graph: Graph, last: bool) -> Stage:
-        return self._once("stage", graph, last, lambda measure: measure.stage())
-
-    def _choices(self, graph: Graph, last: bool) -> tuple[Choice, ...]:
-        return self._once("choices", graph, last, lambda measure: measure.choices())
-
-    def _once(self, what: str, graph: Graph, last: bool, of: Callable[[Measure], Any]) -> Any:
-        key = what, last, graph.signature
+    def _once(self, of: Callable[[Measure], Any], graph: Graph, last: bool) -> Any:
+        key = of, last, graph.signature
         if key not in self.measured:
             lent = range(len(graph.joint.results)) if last else ()
             self.measured[key] = of(Measure(graph, self.model, lent=lent, **self.options))
@@ -198,7 +193,7 @@ class Task:
         plans = {p.start: self._plan(p) for p in parts if not p.parts}
         return ChainPlan(
             fn=_sequence([self._carried_out(part, plans) for part in parts]),
-            names=tuple(map(_name, self.stages)),
+            names=tuple(map(name_of, self.stages)),
             parts=parts,
             plans=plans,
             peak_bytes=chain.peak(parts),
@@ -216,7 +211,7 @@ class Task:
         solution = complete(problem, self.chain.choice(part).saved)
         assert solution is not None
         solved = Solved(solution, 0.0, "chain", 0.0)
-        region = ", ".join(map(_name, self.stages[part.start : part.stop]))
+        region = ", ".join(map(name_of, self.stages[part.start : part.stop]))
         return Plan.of(graph, problem, solved, region=region, budget=solution.bytes, unit=self.model.unit)
 
     def _carried_out(self, part: Part, plans: dict[int, Plan]) -> Callable[..., Any]:
@@ -243,10 +238,6 @@ class _GivenPlan(Numbered):
         return self.plan(info)
 
 
-def _name(stage: Any) -> str:
-    return getattr(stage, "__name__", None) or type(stage).__name__
-
-
 def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     """The functions one after another."""
     if len(functions) == 1:
@@ -259,7 +250,7 @@ def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
         return x
 
     # What the engine learns of a function it remembers by its code.
-    label = "_".join(dict.fromkeys(map(_name, functions)))
+    label = "_".join(dict.fromkeys(map(name_of, functions)))
     run.__name__ = run.__qualname__ = label
     run.__code__ = run.__code__.replace(co_name=label)
     return run

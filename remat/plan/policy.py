@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from remat._core import Decision, OpInfo, Telling, did
+from remat._core import Decision, OpInfo, Telling, did, name_of
 from remat._region import name_of_region
 from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.calls import Trust, graph_of, paths_of, trust_in
@@ -97,7 +97,7 @@ class BudgetPolicy(Numbered):
 
     def _plan(self, graph: Graph, fn: Callable[..., Any]) -> Plan:
         compiled = is_tracing()
-        name = getattr(fn, "__name__", None) or type(fn).__name__
+        name = name_of(fn)
 
         def made() -> Plan:
             plan = plan_graph(graph, self, name, compiled=compiled)

@@ -178,12 +178,11 @@ def _budgets(seen: dict[str, Any], uses: dict[str, RegionUse], now: Measured) ->
     for name, region in seen.items():
         idle = name not in uses or not uses[name].recomputed.ops
         if idle and _budget(region.policy):
-            kept = sum(block.bytes for block in now.timeline.waiting())
             yield Finding(
                 "budget",
                 name,
                 f"region {name!r} recomputes nothing: {region.policy!r} is as much as it needs, and the "
-                f"whole step keeps {format_bytes(kept)}.",
+                f"whole step keeps {format_bytes(now.waiting_bytes)}.",
                 "a smaller budget, such as budget=0.5; `python -m remat plan` shows the frontier.",
             )
         elif region.policy == save_everything:
@@ -196,7 +195,7 @@ def _budgets(seen: dict[str, Any], uses: dict[str, RegionUse], now: Measured) ->
 
 
 def _views(now: Measured, plain: Measured) -> Iterator[Finding]:
-    least = _LITTLE * max(_waiting(plain), 1)
+    least = _LITTLE * max(plain.waiting_bytes, 1)
     for block in now.timeline.waiting():
         if block.why and 0 < block.seen < _HALF * block.bytes and block.bytes - block.seen > least:
             named = f"{block.name!r}, " if block.name else ""
@@ -248,7 +247,7 @@ def _nested(uses: dict[str, RegionUse]) -> Iterator[Finding]:
 def _small(
     seen: dict[str, Any], uses: dict[str, RegionUse], now: Measured, plain: Measured
 ) -> Iterator[Finding]:
-    saves = _waiting(plain) - _waiting(now) > _LITTLE * _waiting(plain)
+    saves = plain.waiting_bytes - now.waiting_bytes > _LITTLE * plain.waiting_bytes
     for region in uses.values():
         policy = seen[region.name].policy if region.name in seen else None
         few = region.calls and region.forward.ops <= _FEW * region.calls
@@ -269,10 +268,6 @@ def _small(
                 f"region {region.name!r} is the whole step: it brings everything back at once.",
                 "its parts as regions, such as each block.",
             )
-
-
-def _waiting(measured: Measured) -> int:
-    return sum(block.bytes for block in measured.timeline.waiting())
 
 
 def _maker(now: Measured, block: Any) -> str:

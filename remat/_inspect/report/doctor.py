@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from remat import debug
-from remat._core import Page, Shown, format_bytes
+from remat._core import Page, Shown, format_bytes, name_of
 from remat._inspect.looking import looked_at
 from remat._inspect.report.causes import Finding, Witness, causes, eager, no_gradient
-from remat._inspect.report.explain import name_of
 from remat._inspect.report.measure import Measured, NoBackward, measure
 from remat._overrides import policies_by
 from remat.transforms import RematError
@@ -40,7 +39,7 @@ class Diagnosis(Shown):
     @property
     def saved_bytes(self) -> int:
         """Bytes that the regions save between forward and backward; negative where they cost some."""
-        return waiting(self.plain) - waiting(self.now) if self.now and self.plain else 0
+        return self.plain.waiting_bytes - self.now.waiting_bytes if self.now and self.plain else 0
 
     def page(self) -> Page:
         return Page(tuple(self._headline()), (), tuple(f"{f.said} Try: {f.advice}" for f in self.findings))
@@ -49,7 +48,7 @@ class Diagnosis(Shown):
         if self.now is None or self.plain is None:
             yield f"{self.name} cannot be measured"
             return
-        before, after = waiting(self.plain), waiting(self.now)
+        before, after = self.plain.waiting_bytes, self.now.waiting_bytes
         verb = "save" if after < before else "save nothing:"
         gain = f" {format_bytes(before - after)} of {format_bytes(before)}" if after < before else ""
         yield (
@@ -67,16 +66,11 @@ class Diagnosis(Shown):
         """The figures and findings as plain data."""
         sides = {"now": self.now, "plain": self.plain}
         figures = {
-            key: None if m is None else {"waiting_bytes": waiting(m), "peak_bytes": m.peak}
+            key: None if m is None else {"waiting_bytes": m.waiting_bytes, "peak_bytes": m.peak}
             for key, m in sides.items()
         }
         findings = [asdict(finding) for finding in self.findings]
         return {"name": self.name, "saved_bytes": self.saved_bytes, **figures, "findings": findings}
-
-
-def waiting(measured: Measured | None) -> int:
-    """Bytes that ops made and that live between forward and backward."""
-    return 0 if measured is None else sum(block.bytes for block in measured.timeline.waiting())
 
 
 def diagnose(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosis:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from remat import debug
-from remat._core import Page, Shown, Table, format_bytes, joined_keywords, keywords_apart, warn_user
+from remat._core import Page, Shown, Table, format_bytes, joined_keywords, keywords_apart, name_of, warn_user
 from remat._inspect.report.causes import Witness, causes, taken_apart
 from remat._inspect.report.cockpit import save_cockpit
 from remat._inspect.report.each import each_of
@@ -345,11 +345,6 @@ def _region_table(now: Measured) -> Table:
     offloaded = (">offloaded",) if away else ()
     columns = ("region", ">calls", ">ops", ">recomputed ops", ">recomputed FLOPs", ">saved by policy")
     return Table("regions", (*columns, *offloaded, ">held"), tuple(rows))
-
-
-def name_of(fn: Any) -> str:
-    """What the user calls a function, or a module by its class."""
-    return getattr(fn, "__name__", None) or type(fn).__name__
 
 
 def si(count: float) -> str:

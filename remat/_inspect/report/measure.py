@@ -109,6 +109,11 @@ class Measured:
         return self.kept.kept_bytes
 
     @property
+    def waiting_bytes(self) -> int:
+        """Bytes that ops made and that live between forward and backward."""
+        return sum(block.bytes for block in self.timeline.waiting())
+
+    @property
     def flops(self) -> int:
         """Of all passes."""
         return sum(work.flops for work in self.work.values())
@@ -148,7 +153,7 @@ def _watched(
         raise NoBackward("nothing that the step returns requires grad, and it runs no backward.")
     # Nothing requires grad: differentiate every argument that can be, as torch.func.grad does.
     leaves, spec = flatten((args, kwargs))
-    args, kwargs = unflatten([_leaf(x) for x in leaves], spec)
+    args, kwargs = unflatten([x.detach().requires_grad_() if smooth(x) else x for x in leaves], spec)
     watch = Watch()
     if not followed(fn, called, args, kwargs, watch):
         raise NoBackward(
@@ -156,10 +161,6 @@ def _watched(
             "no backward to look at. Pass what is to be differentiated as an argument."
         )
     return watch
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_() if smooth(value) else value
 
 
 def followed(

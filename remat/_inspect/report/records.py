@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from remat._core import DEVICES, Device, format_bytes, format_shape
+from remat._core import DEVICES, Device, format_shape
 from remat._inspect.report.measure import Measured
 from remat._inspect.report.timeline import CATEGORIES, Timeline
 from remat._inspect.report.watch import PASSES
@@ -71,25 +72,11 @@ def spare(memory: int, used: int) -> dict[str, Any]:
     return {"fits": used <= memory, "memory_bytes": memory, "spare_bytes": memory - used}
 
 
-def verdict(label: str, memory: int, used: int) -> str:
-    """`fits an H100-80: yes, 6.3 GiB to spare`."""
-    article = "an" if label[0] in "AHM" else "a"
-    left = memory - used
-    said = f"yes, {format_bytes(left)} to spare" if left >= 0 else f"no, {format_bytes(-left)} too much"
-    return f"fits {article} {label}: {said}"
-
-
 # -- columns, for the cockpit -----------------------------------------------------------------------------
 
 
-class Words:
-    """Texts by number: thousands of ops have a few names."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def __getitem__(self, text: str) -> int:
-        return self.numbers.setdefault(text, len(self.numbers))
+# Texts by number: thousands of ops have a few names.
+Words = defaultdict[str, int]
 
 
 def cockpit_record(
@@ -100,6 +87,7 @@ def cockpit_record(
     What a choice has in `data` is large; the page reads it when it is chosen.
     """
     words = Words()
+    words.default_factory = words.__len__
     order = sorted(choices, key=lambda choice: needed(choice[1]))
     return {
         "name": name,
@@ -112,7 +100,7 @@ def cockpit_record(
         "passes": PASSES,
         "categories": CATEGORIES,
         "devices": {key: asdict(device) for key, device in DEVICES.items()},
-        "words": list(words.numbers),
+        "words": list(words),
     }
 
 

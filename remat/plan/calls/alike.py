@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from remat._core import name_of
 from remat._overrides import standing_for
 from remat.plan.calls.cache import graph_of
 from remat.plan.calls.looking import looked
@@ -122,8 +123,7 @@ class Regions:
     ) -> Met:
         """Add a region."""
         owner = _owner(fn)
-        name = getattr(fn, "__name__", None) or type(fn).__name__
-        met = Met(name, graph, owner if isinstance(owner, torch.nn.Module) else None, graded, gone)
+        met = Met(name_of(fn), graph, owner if isinstance(owner, torch.nn.Module) else None, graded, gone)
         self.found.append(met)
         return met
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from remat._core import forget_when_priced, warn_user
+from remat._core import forget_when_priced, name_of, warn_user
 from remat.plan.calls.keys import Loose, alike, alike_key, call_key
 from remat.plan.calls.looking import Reach, looked
 from remat.plan.calls.trusted import ENOUGH, Trust, trust_nobody
@@ -160,7 +160,7 @@ def paths_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     in each run.
     """
     call, fixed = _Call(fn, args, kwargs), under_hooks()
-    key, name = call.key, getattr(fn, "__name__", None) or type(fn).__name__
+    key, name = call.key, name_of(fn)
     place = Key(_SAME, key) if fixed and key is not None else key
     calls = None if place is None else _SEEN.get(place)
     if calls is not None and calls.paths is not None:
