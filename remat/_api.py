@@ -342,10 +342,11 @@ def _from_budget(
     budget: float | int | str | None, peak: int | str | None, cost: str | CostModel, device: Any
 ) -> BudgetPolicy:
     try:
-        from remat.plan import budget_policy
+        from remat.plan import BudgetPolicy, check_peak
     except ImportError as error:
         raise RematError(
             f"checkpoint_policy(budget=...) needs the planner and its solver: {to_install('plan')}. "
             f"Importing remat.plan failed with: {error}"
         ) from error
-    return budget_policy(budget, cost=cost, device=device, peak=peak)
+    limit = None if peak is None else check_peak(peak)
+    return BudgetPolicy(1.0 if budget is None else budget, cost, device, peak=limit)

@@ -143,7 +143,7 @@ class _Known:
 
     @property
     def bytes(self) -> int:
-        return sum(fake.numel() * fake.element_size() for _, fake in self.made.values())
+        return sum(fake.nbytes for _, fake in self.made.values())
 
 
 @contextlib.contextmanager

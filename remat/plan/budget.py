@@ -1,4 +1,4 @@
-"""What a user may write as a budget."""
+"""What a user may write as a budget, a peak, or a link to a host."""
 
 from __future__ import annotations
 
@@ -55,6 +55,25 @@ _WRITE = (
     'Write budget=0.4 (a share of what no remat keeps), budget=2 * 2**30 or "2GiB" (bytes), or budget="free" '
     "(the least memory at which no matmul, convolution or attention runs again)."
 )
+
+
+# Bytes/s that a copy between device and host attains in one direction, while the other is busy too.
+LINKS = {"pcie4": 25e9, "pcie5": 55e9, "gh200": 380e9}
+
+
+def check_link(link: Any) -> float:
+    """Bytes per second of a link: a key of `LINKS`, or a number.
+
+    Raises:
+        RematError: anything else.
+    """
+    if isinstance(link, str) and link in LINKS:
+        return LINKS[link]
+    if isinstance(link, (int, float)) and not isinstance(link, bool) and link > 0:
+        return float(link)
+    raise RematError(
+        f"A link is bytes per second or one of {', '.join(LINKS)}, got {link!r}: write link=55e9."
+    )
 
 
 def _shown(value: Any) -> str:

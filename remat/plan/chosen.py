@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from remat.plan.chain import Chain, Choice, Measure, Stage, best_parts
+from remat.plan.chain import Chain, Choice, Measure, best_parts
 from remat.plan.compared import saved_by
 from remat.plan.graph import CostModel, Graph
 from remat.plan.model import pieces_within
@@ -177,7 +177,8 @@ class Portfolio:
 
     @cached_property
     def _chain(self) -> Chain:
-        return Chain([_without_region(stage) for stage in self.stages])
+        # A stage may also do without a region; that comes first, as it costs nothing to follow.
+        return Chain([replace(stage, choices=(stage.plain, *stage.choices)) for stage in self.stages])
 
     @cached_property
     def _lowest(self) -> int:
@@ -218,11 +219,6 @@ class Portfolio:
         distinct = {id(graph): graph for graph in self.step.graphs}
         made = {key: margin_of(graph.problem(self.model), accuracy) for key, graph in distinct.items()}
         return sum(made[id(graph)] for graph in self.step.graphs)
-
-
-def _without_region(stage: Stage) -> Stage:
-    """A stage that may also do without a region; that comes first, as it costs nothing to follow."""
-    return replace(stage, choices=(stage.plain, *stage.choices))
 
 
 def plan_of(graph: Graph, model: CostModel, choice: Choice, region: str) -> Plan:

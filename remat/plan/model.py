@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from remat._core import joined_keywords, keywords_apart
-from remat.plan.budget import check_budget, check_peak, resolve
+from remat.plan.budget import check_budget, check_link, check_peak, resolve
 from remat.plan.calls import Regions, graph_of, looking
 from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.joined import OverLink, over_link
 from remat.plan.joint import NotOnFakes, on_fakes, planned_for
 from remat.plan.peak import OutOfReach, Profile, highest_within, profile, step_peak
-from remat.plan.plans import ModelPlan, Plan, handling, speed_of
+from remat.plan.plans import ModelPlan, Plan, handling
 from remat.plan.solve import (
     INF,
     Placed,
@@ -77,7 +77,7 @@ def plan_regions(
             raise RematError("remat.fit(link=...) goes with a budget: write budget=..., not peak=....")
         return task.within_peak(check_peak(peak))
     if link is not None:
-        return task.over_link(task.bytes_of(budget), speed_of(link))
+        return task.over_link(task.bytes_of(budget), check_link(link))
     return task.plan(task.bytes_of(budget))
 
 
@@ -102,7 +102,7 @@ class _Task:
         model: CostModel,
         free: bool,
     ) -> None:
-        self.fn, self.graphs, self.unit, self.model = fn, graphs, model.unit, model
+        self.fn, self.graphs, self.model = fn, graphs, model
         # Graphs that are one graph have one problem: it is made, and solved, once.
         distinct = {id(graph): graph for _, graph in graphs}
         made = {key: graph.problem(model, keep_heavy=free) for key, graph in distinct.items()}
@@ -120,19 +120,17 @@ class _Task:
         tell_greedy("these regions", solved.gap)
         return self._model_plan(solved, budget)
 
-    def _solved_within(self, budget: int) -> ModelPlan | None:
-        """The plan without a host, None where there is none."""
-        return self.plan(budget) if least(self.whole).bytes <= budget else None
-
     def over_link(self, budget: int, speed: float) -> ModelPlan:
         """The same where values may also go to the host."""
-        if self.unit != "s":
-            raise RematError(f'A link needs prices in seconds, not in {self.unit}: write cost="roofline".')
+        if self.model.unit != "s":
+            raise RematError(
+                f'A link needs prices in seconds, not in {self.model.unit}: write cost="roofline".'
+            )
         graphs = [graph for _, graph in self.graphs]
         found = over_link(graphs, self.parts, budget, speed)
         if found is None or found.joined.cost > found.alone:
             # Nothing proves that the host helps: the plan without it may be as good.
-            without = self._solved_within(budget)
+            without = self.plan(budget) if least(self.whole).bytes <= budget else None
             if found is None or (without is not None and without.cost <= found.joined.cost):
                 return without or self.plan(budget)
         joined, regions, profiles = found.joined, [], []
@@ -152,7 +150,7 @@ class _Task:
             default_bytes=self.default,
             peak_bytes=step_peak(profiles),
             cost=joined.cost,
-            unit=self.unit,
+            unit=self.model.unit,
             lower_bound=joined.lower_bound,
             seconds=joined.seconds,
         )
@@ -164,7 +162,7 @@ class _Task:
         piece = complete(part, placed.kept | placed.sent)
         assert piece is not None
         solved = Solved(piece, piece.cost * share, "exact", 0.0)
-        plan = Plan.of(graph, part, solved, region="", budget=placed.device, unit=self.unit)
+        plan = Plan.of(graph, part, solved, region="", budget=placed.device, unit=self.model.unit)
         sent = tuple(sorted(piece.saved & placed.sent))
         away = sum(int(part.size[v]) for v in sent)
         live = profile(graph, piece)
@@ -185,7 +183,7 @@ class _Task:
             default_bytes=self.default,
             peak_bytes=peak,
             cost=solved.solution.cost,
-            unit=self.unit,
+            unit=self.model.unit,
             lower_bound=solved.lower_bound,
             seconds=solved.seconds,
         )
@@ -194,7 +192,7 @@ class _Task:
         for (name, graph), part, piece in zip(self.graphs, self.parts, pieces, strict=True):
             # The proof is of the whole: a region is as good as that for the bytes that it was given.
             share = Solved(piece, piece.cost * (1 - solved.gap), solved.solver, 0.0)
-            yield Plan.of(graph, part, share, region=name, budget=piece.bytes, unit=self.unit)
+            yield Plan.of(graph, part, share, region=name, budget=piece.bytes, unit=self.model.unit)
 
     def within_peak(self, limit: int) -> ModelPlan:
         """The cheapest plan found whose simulated peak is within `limit`."""

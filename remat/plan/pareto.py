@@ -30,7 +30,7 @@ from remat.plan.compared import BUILT_IN_POLICIES, SOLVERS, beaten_by, measured,
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.joint import record
 from remat.plan.plans import Plan
-from remat.plan.solve import Problem, Solution, bound, complete, hull, solve
+from remat.plan.solve import Problem, Solution, bound, complete, gap_of, hull, solve
 from remat.policies import Policy
 from remat.transforms import RematError
 
@@ -226,8 +226,7 @@ class _Chart:
             return
         flops = sum(self.graph.flops[op] for op in solution.replayed)
         if gap is None:
-            floor = bound(self.corners, solution.bytes)
-            gap = max(0.0, (solution.cost - floor) / solution.cost) if solution.cost else 0.0
+            gap = gap_of(solution.cost, bound(self.corners, solution.bytes))
         share = solution.bytes / max(self.graph.kept_by_default, 1)
         replay = flops / self.graph.step_flops if self.graph.step_flops else 0.0
         if policy is not None:

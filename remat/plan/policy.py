@@ -214,15 +214,3 @@ def _rivals(
         ]
 
     return graph.solved.made(("rivals", policy.cost, policy.device, policy.budget == "free", compiled), found)
-
-
-def budget_policy(
-    budget: float | int | str | None = None,
-    cost: str | CostModel = "roofline",
-    device: Any = None,
-    peak: int | str | None = None,
-) -> BudgetPolicy:
-    """What `checkpoint_policy(budget=...)` and `checkpoint_policy(peak=...)` return."""
-    return BudgetPolicy(
-        1.0 if budget is None else budget, cost, device, peak=check_peak(peak) if peak is not None else None
-    )

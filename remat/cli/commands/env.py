@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from remat._core import processor, to_install
-from remat.plan import speeds_of
+from remat.plan import LIGHT, speeds_of
 
-# Speeds that are bytes a second; the others are FLOPs a second.
-BYTES = ("copy", "clone", "math", "tanh", "norm", "random")
-# Seconds.
+# Of the speeds those that are seconds; of `LIGHT` they are bytes a second, of the others FLOPs a second.
 SECONDS = ("call", "op", "region")
 # Extra -> the packages that it brings.
 EXTRAS = {
@@ -112,8 +110,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
 def spelled(speeds: dict[str, float]) -> list[str]:
     """The speeds as two lines of text."""
     rates = {kind: f"{kind} {rate / 1e9:,.3g}" for kind, rate in speeds.items() if kind not in SECONDS}
-    heavy = ", ".join(text for kind, text in rates.items() if kind not in BYTES)
-    light = ", ".join(rates[kind] for kind in BYTES)
+    heavy = ", ".join(text for kind, text in rates.items() if kind not in LIGHT)
+    light = ", ".join(rates[kind] for kind in LIGHT)
     call, op, region = (f"{speeds[what] * 1e6:.2g} us" for what in SECONDS)
     beside = f"{call} a call, {op} an op of a step, {region} more for a region of 30"
     return [f"{'speeds':<12} float32, {heavy} GFLOP/s", f"{'':<12} {light} GB/s; {beside}"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import time
 from dataclasses import asdict, dataclass
 from json import dumps
 from pathlib import Path
@@ -9,10 +12,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from remat._core import collecting_rarely, format_bytes
+from remat._fit import fit
 from remat.cli.checked import writable
-from remat.cli.commands.whole import plan_published
 from remat.cli.errors import UsageError
-from remat.cli.options import Target
+from remat.cli.models import check_published, published
+from remat.cli.options import DTYPES, Target
 from remat.cli.rows import amount
 from remat.cli.target import load
 from remat.plan import BudgetPolicy, pareto
@@ -80,20 +85,37 @@ class Plan:
         return 0
 
     def _published(self) -> None:
+        """Print what the blocks of a model do for its step to stay within a peak, and what planning took."""
         given = {"--input": self.input, "--budget": self.budget, "--out": self.out, "--csv": self.csv}
         if wrong := [option for option, value in given.items() if value]:
             raise UsageError(f"{wrong[0]} is not for {self.target}: write --peak, --seq and --batch.")
-        plan_published(
-            self.target.removeprefix("hf:"),
-            peak=self.peak,
-            dtype=self.dtype or "bfloat16",
-            batch=self.batch,
-            seq=self.seq,
-            device=self.device,
-            optimizer=self.optimizer,
-            shards=self.shards,
-            json=self.json,
+        name, dtype = self.target.removeprefix("hf:"), self.dtype or "bfloat16"
+        if not self.peak:
+            check_published(name)
+            raise UsageError(f"hf:{name} is planned for a peak: write --peak 80GB.")
+        if dtype not in DTYPES:
+            raise UsageError(f"--dtype {dtype} is not a dtype of a model. Write {', '.join(DTYPES)}.")
+        if self.batch < 1 or self.seq < 1:
+            raise UsageError(f"--batch {self.batch} --seq {self.seq} must be positive.")
+        start = time.perf_counter()
+        options: dict[str, Any] = {"optimizer": self.optimizer or None, "shards": self.shards}
+        with collecting_rarely():
+            model, inputs = published(name, DTYPES[dtype], self.batch, self.seq)
+            built = time.perf_counter()
+            done = fit(model, peak=self.peak, kwargs=inputs, device=self.device or "h100", **options)
+        ended = time.perf_counter()
+        memory = _memory()
+        if self.json:
+            facts = {key: value for key, value in vars(done).items() if key not in ("model", "held", "step")}
+            print(dumps({**facts, "held": asdict(done.held), "memory": memory}, indent=2))
+            return
+        print(done)
+        print(
+            f"planned in {ended - built:.1f} s (built in {built - start:.1f} s)"
+            + (f", {format_bytes(memory)} of memory for all of it" if memory else "")
         )
+        if not self.optimizer:
+            print("no optimizer is counted: write --optimizer adamw for its state")
 
     def _one(self, fn: Any, args: Any) -> None:
         plan = BudgetPolicy(amount(self.budget), self.cost, self.device or None).plan(fn, *args)
@@ -107,3 +129,13 @@ class Plan:
             print(dumps(asdict(frontier), indent=2) if self.json else frontier)
         if self.csv:
             frontier.to_csv(self.csv)
+
+
+def _memory() -> int | None:
+    """The most bytes that this process had; None where the system does not tell."""
+    if importlib.util.find_spec("resource") is None:  # Unix alone has it
+        return None
+    import resource
+
+    # Linux counts KiB there, macOS bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -21,14 +21,12 @@ class Cubin:
         spills: 4-byte words of a thread that did not fit into registers.
         shared: bytes of shared memory of a block.
         bytes: size of the machine code.
-        configurations: how many a GPU would time when the kernel is first called.
     """
 
     registers: int
     spills: int
     shared: int
     bytes: int
-    configurations: int
 
 
 def cubin(name: str, source: str, chip: Chip) -> Cubin:
@@ -57,7 +55,7 @@ def _compiled(source: str, chip: Chip) -> Cubin:
     code = binary.asm["cubin"]
     notes = _notes(code)
     spills = notes.get(_FRAME_SIZE, 0) // 4
-    return Cubin(notes.get(_REGISTERS, 0), spills, binary.metadata.shared, len(code), len(tuner.configs))
+    return Cubin(notes.get(_REGISTERS, 0), spills, binary.metadata.shared, len(code))
 
 
 _REGISTERS, _FRAME_SIZE = 0x2F, 0x11  # attributes of the section .nv.info, each of one function

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat.gpu.inductor.machine import DEVICE, Chip, pretended
-from remat.transforms.compat import DispatchMode, example_of
+from remat.transforms.compat import DispatchMode, example_of, storage_key
 
 aten = torch.ops.aten
 # Ops that launch nothing.
@@ -104,12 +104,12 @@ class Execution:
         size, stride = ([example_of(n) for n in numbers] for numbers in (like.shape, like.stride()))
         with self._mode:
             made = torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
-        self._callers[_key(made)] = made
+        self._callers[storage_key(made)] = made
         return made
 
     def own_bytes(self, values: Iterable[Any]) -> int:
         """Bytes of these tensors that are not the caller's, each memory once."""
-        keys = {_key(t) for t in values if isinstance(t, torch.Tensor)}
+        keys = {storage_key(t) for t in values if isinstance(t, torch.Tensor)}
         return sum(self._sizes.get(key, 0) for key in keys)
 
     def run(self, source: str, args: list[Any]) -> list[Any]:
@@ -151,7 +151,7 @@ class Execution:
 
     def note(self, tensor: torch.Tensor) -> None:
         """Count the memory of a tensor that is there now, until it and all that share it are gone."""
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key in self._callers or tensor.device.type != self.device.type:
             return
         if key not in self._count:
@@ -208,9 +208,9 @@ class _Watch(DispatchMode):
             and not func.is_view
             and func.namespace not in ("prim", "inductor")
         ):
-            read = sum(_bytes(t) for t in given if not any(t is other for other in made))
+            read = sum(t.nbytes for t in given if not any(t is other for other in made))
             outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-            self.add(Launch(str(func), func, args, kwargs, outs, read, sum(map(_bytes, made)), 0))
+            self.add(Launch(str(func), func, args, kwargs, outs, read, sum(t.nbytes for t in made), 0))
         return out
 
     def add(self, launch: Launch) -> None:
@@ -267,7 +267,7 @@ class _Kernel:
         tensors = [(name, t) for name, t in named if isinstance(t, torch.Tensor)]
         writes = [t for name, t in tensors if "out" in name.partition("_ptr")[0] or name in self.mutated]
         reads = [t for name, t in tensors if not name.startswith("out_ptr")]
-        read, written = sum(map(_bytes, reads)), sum(map(_bytes, writes))
+        read, written = sum(t.nbytes for t in reads), sum(t.nbytes for t in writes)
         if self.total is not None:
             # Inductor's own count: of a slice it is the slice, not the tensor that it lies in.
             written = min(written, self.total)
@@ -299,14 +299,6 @@ def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) 
 
 def _refuse_pool(*_: Any) -> torch.Tensor:
     raise NotImplementedError("Inductor's memory_planning puts buffers into pools: turn it off.")
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def saved(outputs: Sequence[str | None], returned: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:

@@ -67,8 +67,9 @@ def pretended(chip: Chip) -> Iterator[None]:
     from torch.utils import _triton
 
     answers = _answers(chip)
+    able = {"get_compute_capability": lambda device=None: chip.number, "is_triton_capable": lambda *_: True}
     with contextlib.ExitStack() as stack:
-        for owner, names in ((torch.cuda, answers), (CudaInterface, {**answers, **_interface(chip)})):
+        for owner, names in ((torch.cuda, answers), (CudaInterface, {**answers, **able})):
             for name, value in names.items():
                 if hasattr(owner, name):
                     made: Any = staticmethod(value) if owner is CudaInterface else value
@@ -128,10 +129,6 @@ def _answers(chip: Chip) -> dict[str, Any]:
         "_DeviceGuard": lambda device: contextlib.nullcontext(),
         "_lazy_init": lambda: None,
     }
-
-
-def _interface(chip: Chip) -> dict[str, Any]:
-    return {"get_compute_capability": lambda device=None: chip.number, "is_triton_capable": lambda *_: True}
 
 
 @contextlib.contextmanager

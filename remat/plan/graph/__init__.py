@@ -12,9 +12,11 @@ from remat.plan.graph.kernels import (
     workspace,  # bytes that live while an op runs, besides what it reads and makes
 )
 from remat.plan.graph.roofline import (
+    LATENCY,  # seconds until a collective begins to send
     Roofline,  # prices in seconds, from speeds of a device
 )
 from remat.plan.graph.speeds import (
+    LIGHT,  # kinds of ops whose speed is bytes a second
     Speeds,  # what a device of this machine attains
     measuring,  # within, what is not known of it is probed
     speeds_of,  # those of a device

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from remat._core import DEVICES
-from remat.plan.graph import CostModel
+from remat.plan.graph import LATENCY, CostModel
 from remat.plan.joint import Joint, Op
 from remat.transforms import traits
 
 # A node has so many devices. Between nodes each has a link of its own: 400 Gbit/s, of which 0.8 are attained.
 _NODE, _NETWORK = 8, 40e9
-# Until a collective begins to send; twice that between nodes.
-_LATENCY = 10e-6
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Linked:
     unit: str = "s"
 
     def price(self, joint: Joint, op: Op) -> float:
-        """Seconds of one op."""
+        """Seconds of one op; between nodes a collective takes twice as long until it begins to send."""
         named = [
             arg for arg in (*op.args, *op.kwargs.values()) if isinstance(arg, str) and arg in self.groups
         ]
@@ -43,4 +41,4 @@ class Linked:
         rounds = 2 if "all_reduce" in op.name else 1
         near = size <= _NODE
         speed = DEVICES[self.device].link if near else _NETWORK
-        return rounds * moved * (size - 1) / size / speed + _LATENCY * (1 if near else 2)
+        return rounds * moved * (size - 1) / size / speed + LATENCY * (1 if near else 2)

@@ -97,17 +97,13 @@ def _copied(model: torch.nn.Module) -> torch.nn.Module:
                 "Layout(parallelize=...) says how it will be."
             )
         empty = torch.empty_like(tensor.detach(), device="meta")
-        trained = tensor.requires_grad
-        memo[id(tensor)] = torch.nn.Parameter(empty, trained) if _is_parameter(tensor) else empty
+        parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if parameter else empty
     ours = copy.deepcopy(model, memo)
     for module in ours.modules():
         if (plain := getattr(type(module), "_remat_class", None)) is not None:
             module.__class__ = plain
     return ours
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
 
 
 def _mesh(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[Any]:
@@ -220,6 +216,6 @@ def _fake(tensor: torch.Tensor, mode: Any, dtype: torch.dtype | None) -> torch.T
             options: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
             with mode:
                 made = DTensor.from_local(made, tensor.device_mesh, tensor.placements, **options)
-    if _is_parameter(tensor):
+    if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)

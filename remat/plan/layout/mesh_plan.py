@@ -104,16 +104,6 @@ class MeshPlan:
     seconds: float = field(default=0.0, compare=False, repr=False)
     no_policy: ClassVar[str] = "write remat.apply(model, plan=plan), which makes regions of all blocks."
 
-    @property
-    def step_seconds(self) -> float:
-        """Modelled time of a step: microbatches at the pace of the slowest stage, filling and draining.
-
-        Gradients' reduction and the optimizer are left out.
-        """
-        slowest = max(stage.seconds for stage in self.stages)
-        bubble = 0 if self.layout.schedule == "zerobubble" else self.layout.pp - 1
-        return slowest * (self.layout.microbatches + bubble)
-
     @cached_property
     def hash(self) -> str:
         """A hash of all that ranks must agree on."""

@@ -120,19 +120,21 @@ class BlockPolicy(Policy):
         return None
 
     def _plan(self, names: tuple[str, ...]) -> Plan:
-        size, nothing = (
-            self.kept_bytes,
-            dict.fromkeys(("recomputed_flops", "step_flops", "cost", "lower_bound"), 0.0),
+        return Plan(
+            region=self.name,
+            ops=names,
+            saved=tuple([len(_of_the_program(self.ops[:at])) for at in self.saved]),
+            kept=(),
+            budget=self.kept_bytes,
+            kept_bytes=self.kept_bytes,
+            default_bytes=0,
+            recomputed_flops=0.0,
+            step_flops=0.0,
+            cost=0.0,
+            unit="s",
+            lower_bound=0.0,
+            solver="layout",
         )
-        options: dict[str, Any] = {
-            "kept": (),
-            "budget": size,
-            "kept_bytes": size,
-            "default_bytes": 0,
-            **nothing,
-        }
-        saved = tuple([len(_of_the_program(self.ops[:at])) for at in self.saved])
-        return Plan(region=self.name, ops=names, saved=saved, unit="s", solver="layout", **options)
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(

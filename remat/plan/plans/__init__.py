@@ -5,10 +5,6 @@ from remat.plan.plans.followed import (
     Following,  # a policy that knows each op by its place
     carried_out,  # the policy of plans
 )
-from remat.plan.plans.links import (
-    LINKS,  # bytes per second of links to a host
-    speed_of,  # bytes per second of a link, by its name or as a number
-)
 from remat.plan.plans.model_plan import (
     ModelPlan,  # a plan of all regions of a model
     handling,  # regions that are met inside are handed to a function

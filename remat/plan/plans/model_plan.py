@@ -13,6 +13,7 @@ import torch
 from remat._core import format_bytes, warn_user
 from remat._overrides import overrides
 from remat.plan.plans.plan import Plan
+from remat.plan.solve import Proven
 from remat.transforms import RematError
 from remat.transforms.compat import in_transform, is_tracing
 from remat.transforms.entry import under_hooks
@@ -45,7 +46,7 @@ def handling(handler: Handler) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class ModelPlan:
+class ModelPlan(Proven):
     """A function with a plan for each of its regions, in the order in which they are called.
 
     Calling it calls the function with those plans in force.
@@ -83,11 +84,6 @@ class ModelPlan:
     no_policy: ClassVar[str] = (
         "call it in the place of its function, planned(*args), or give a region one of planned.regions."
     )
-
-    @property
-    def gap(self) -> float:
-        """How far from optimal the plan can be at most, as a share of its cost."""
-        return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`fn(*args, **kwargs)`, each region under its plan.

@@ -14,7 +14,7 @@ from remat._core import Decision, OpInfo, format_bytes
 from remat.plan.calls import graph_of
 from remat.plan.graph import Graph
 from remat.plan.plans.followed import carried_out
-from remat.plan.solve import Problem, Solved
+from remat.plan.solve import Problem, Proven, Solved
 from remat.policies import Policy
 from remat.transforms import Key, RematError
 from remat.transforms.compat import in_transform
@@ -41,7 +41,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Plan(Policy):
+class Plan(Policy, Proven):
     """Which ops of a region's forward are saved; every other op runs again where the backward needs it.
 
     A plan is a policy: `remat(fn, policy=plan)` carries it out, and raises where `fn` turns out to be another
@@ -128,11 +128,6 @@ class Plan(Policy):
             peak_bytes=peak,
             forgone=solved.forgone,
         )
-
-    @property
-    def gap(self) -> float:
-        """How far from optimal the plan can be at most, as a share of its cost."""
-        return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0
 
     def __call__(self, info: OpInfo) -> Decision:
         """The decision for the op at `info.index`.

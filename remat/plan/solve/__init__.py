@@ -22,7 +22,9 @@ from remat.plan.solve.portfolio import (
 from remat.plan.solve.problem import (
     INF,  # more than any price or size
     Problem,  # what may be kept and what may run again, with prices
+    Proven,  # what has a cost, and the bound that is proven for it
     Solution,  # a feasible choice
     complete,  # the cheapest solution that keeps at most a given set
+    gap_of,  # how far from optimal a cost can be at most
     keep_all,  # what the backward reads, kept wherever it can be
 )

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from remat.plan.solve.choices import States
-from remat.plan.solve.problem import INF, Problem
+from remat.plan.solve.problem import INF, Problem, Proven
 from remat.plan.solve.reduce import contract
 from remat.plan.solve.split import split
 
@@ -56,7 +56,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Joined:
+class Joined(Proven):
     """A choice for each region, with its proof: no choices within the budget cost less than `lower_bound`."""
 
     regions: tuple[Placed, ...]
@@ -64,11 +64,6 @@ class Joined:
     cost: float
     lower_bound: float
     seconds: float
-
-    @property
-    def gap(self) -> float:
-        """How far from optimal it can be at most, as a share of its cost."""
-        return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0
 
 
 def front(

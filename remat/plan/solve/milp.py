@@ -72,13 +72,12 @@ def solve_exactly(
     top[barred], cost[barred] = 0.0, 0.0
     scale = float(cost.max()) if len(cost) and cost.max() > 0 else 1.0
     whole = numpy.array([0] * len(ops) + [1] * len(held))
-    floors: Any = numpy.zeros(len(cost))
     matrix, least = _rows(problem, budget, ops, held)
     with _stray_output():
         result = milp(
             cost / scale,
             integrality=whole,
-            bounds=Bounds(floors, top),
+            bounds=Bounds(numpy.zeros_like(top), top),
             constraints=LinearConstraint(matrix, least, numpy.inf),
             options={"node_limit": nodes, "mip_rel_gap": gap, "presolve": True},
         )

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from remat._core import to_install
 from remat.plan.solve import milp
 from remat.plan.solve.host import front
-from remat.plan.solve.hull import bound, hull
-from remat.plan.solve.problem import INF, Problem, Solution, complete, keep_all
+from remat.plan.solve.hull import Cuts, bound, hull
+from remat.plan.solve.problem import INF, Problem, Solution, complete, gap_of, keep_all
 from remat.plan.solve.reduce import contract
 from remat.plan.solve.split import split
 from remat.transforms import RematError
@@ -46,8 +46,7 @@ class Solved:
     @property
     def gap(self) -> float:
         """How far from optimal the solution can be at most, as a share of its cost."""
-        cost = self.solution.cost
-        return max(0.0, (cost - self.lower_bound) / cost) if cost > 0 else 0.0
+        return gap_of(self.solution.cost, self.lower_bound)
 
 
 def solve(
@@ -190,8 +189,6 @@ def check_feasible(corners: list[Solution], budget: float) -> None:
 
 def least(problem: Problem) -> Solution:
     """The solution with the fewest kept bytes, and among those the cheapest."""
-    from remat.plan.solve.hull import Cuts
-
     ends = Cuts(problem).extremes()
     check_feasible([] if ends is None else [ends[0]], float("inf"))
     assert ends is not None

@@ -90,6 +90,23 @@ class Solution:
     cost: float
 
 
+class Proven:
+    """What has a `cost`, and the `lower_bound` that is proven for it."""
+
+    cost: float
+    lower_bound: float
+
+    @property
+    def gap(self) -> float:
+        """How far from optimal it can be at most, as a share of its cost."""
+        return gap_of(self.cost, self.lower_bound)
+
+
+def gap_of(cost: float, lower_bound: float) -> float:
+    """How far from optimal a cost can be at most, as a share of it."""
+    return max(0.0, (cost - lower_bound) / cost) if cost > 0 else 0.0
+
+
 def complete(problem: Problem, saved: Iterable[int]) -> Solution | None:
     """The cheapest solution that keeps at most `saved`, or None where something needed is out of reach.
 
