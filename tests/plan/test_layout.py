@@ -189,6 +189,30 @@ def test_blocks_may_use_torch_func_inside():
     assert [block.kept_bytes for block in plan.stages[0].blocks.values()] == [alone.kept_bytes] * 3
 
 
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 16), nn.Dropout(0.1))
+
+    def forward(self, x):
+        y = self.net(x)
+        return x + nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.1)
+
+
+@pytest.mark.slow
+def test_kernels_are_those_of_the_device_planned_for():
+    """On a CPU dropout writes in place, so that a region runs it again however much memory there is."""
+    model, x = nn.Sequential(Dropping(), Dropping()), torch.randn(2, 2, 8, 16)
+    layout = Layout(dp_shard=2, layers="*")
+    plans = {name: fit(model, x, mesh=layout, memory="1GiB", device=name) for name in (None, "cpu")}
+    ops = {name: {op for ops in plan.programs.values() for op in ops} for name, plan in plans.items()}
+    kernels = {"aten.native_dropout.default", "aten._fused_rms_norm.default"}
+    kernels |= {"aten.scaled_dot_product_attention"}
+    assert kernels <= ops[None] and "aten.bernoulli_.float" not in ops[None]
+    assert not kernels & ops["cpu"] and "aten.bernoulli_.float" in ops["cpu"]
+    assert plans[None].stages[0].recompute_seconds == 0 < plans["cpu"].stages[0].recompute_seconds
+
+
 @pytest.mark.slow
 def test_tensor_parallel_plans_are_of_the_local_program():
     whole, part = tiny(), tiny(tp=2, parallelize=tensor_parallel)

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from remat._core import is_library
-from remat.plan.joint import target_kind
+from remat.plan.joint import all_for_target, target_kind
 from remat.transforms import (
     Identity,
     Key,
@@ -114,7 +114,7 @@ def modes() -> tuple[Hashable, ...]:
     sdp = torch.backends.cuda
     attention = sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled()
     enabled = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    strict = torch.are_deterministic_algorithms_enabled()
+    strict = torch.are_deterministic_algorithms_enabled(), all_for_target()
     return enabled, tuple(cast), torch.get_default_dtype(), attention, strict, target_kind()
 
 

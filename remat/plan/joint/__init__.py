@@ -1,6 +1,7 @@
 """The joint graph of a function, forward and backward, for those who plan."""
 
 from remat.plan.joint.attention import (
+    all_for_target,  # whether what lies on a CPU is planned for another device
     attention_on_gpu,  # the fused kernel of attention that a GPU takes
     planned_for,  # within, tensors without a device are planned for this one
     target_kind,  # that kind

@@ -18,9 +18,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from remat.transforms import wraps
+
 # The kind of device that calls on tensors without a device are planned for: "cpu", "cuda", or "cuda with
 # cuDNN" where torch asks that first, on Hopper and Blackwell.
 _target: ContextVar[str] = ContextVar("remat_target", default="cuda")
+# Whether those on a CPU, too, stand for tensors of that device: of a job for other machines.
+_all: ContextVar[bool] = ContextVar("remat_target_of_all", default=False)
 _CUDNN_FIRST = ("h100", "h200", "b200")
 
 ATTENTION: Any = F.scaled_dot_product_attention
@@ -32,21 +36,37 @@ Kernel = Callable[[], torch.Tensor]
 
 
 @contextlib.contextmanager
-def planned_for(device: Any) -> Iterator[None]:
-    """Within, tensors without a device are planned for this one: a CPU, or else a GPU."""
+def planned_for(device: Any, *, everything: bool = False) -> Iterator[None]:
+    """Within, tensors without a device are planned for this one: a CPU, or else a GPU.
+
+    With `everything` those on a CPU are, too.
+    """
     name = str(device)
     token = _target.set(
         "cpu" if name.startswith("cpu") else "cuda with cuDNN" if name in _CUDNN_FIRST else "cuda"
     )
+    every = _all.set(everything)
     try:
         yield
     finally:
+        _all.reset(every)
         _target.reset(token)
 
 
 def target_kind() -> str:
     """The kind of device that tensors without a device are planned for."""
     return _target.get()
+
+
+def all_for_target() -> bool:
+    """Whether what lies on a CPU is planned for another target."""
+    return _all.get() and target_kind() != "cpu"
+
+
+def stands_for_target(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is planned for the target, in place of the device where it is."""
+    kind = tensor.device.type
+    return elsewhere(kind) or (kind == "cpu" and all_for_target() and not wraps(tensor))
 
 
 def as_on_target(
@@ -61,7 +81,7 @@ def as_on_target(
     enable_gqa: bool = False,
 ) -> Kernel | None:
     """`F.scaled_dot_product_attention` of these as its target runs it; None where torch knows."""
-    if not isinstance(query, torch.Tensor) or query.dim() != 4 or not elsewhere(query.device.type):
+    if not isinstance(query, torch.Tensor) or query.dim() != 4 or not stands_for_target(query):
         return None
     call = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     if query.device.type == "meta" and target_kind() == "cpu":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from remat.plan.joint.attention import ATTENTION, as_on_target, elsewhere, target_kind
+from remat.plan.joint.attention import ATTENTION, as_on_target, stands_for_target, target_kind
 from remat.transforms.compat import autocasting, below_autograd, is_wrapped
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ def kernel_of_target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if func is not F.rms_norm and func is not F.dropout:
         return None
     given = args[0] if args else kwargs.get("input")
-    if not isinstance(given, torch.Tensor) or not elsewhere(given.device.type) or target_kind() == "cpu":
+    if not isinstance(given, torch.Tensor) or not stands_for_target(given) or target_kind() == "cpu":
         return None
     if is_wrapped(given) or autocasting():
         return None

@@ -10,6 +10,7 @@ import torch
 
 from remat._core import DEVICES, format_bytes, parse_bytes
 from remat.plan.graph import CostModel, cost_model
+from remat.plan.joint import planned_for
 from remat.plan.layout.layout import Layout
 from remat.plan.layout.links import Linked
 from remat.plan.layout.local import local_program
@@ -51,7 +52,8 @@ def plan_mesh(
         raise RematError(f"Layout(pp={layout.pp}): the model has {len(chosen)} blocks, fewer than stages.")
     if layout.split is not None and sum(layout.split) != len(chosen):
         raise RematError(f"Layout(split={layout.split}): the model has {len(chosen)} blocks.")
-    with local_program(model, layout) as local:
+    # (Parts of a rank are fakes on the CPU, whose kernels are there.)
+    with planned_for(named, everything=True), local_program(model, layout) as local:
         args, kwargs = local.arguments((args, kwargs), layout.param_dtype)
         seen = traced(local, chosen, args, kwargs, region)
         weights, groups = local.weights, local.groups
