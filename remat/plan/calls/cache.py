@@ -17,6 +17,7 @@ from remat.plan.joint import (
     NotOnFakes,
     Peeled,
     captured_at_levels,
+    is_held,
     learned,
     peel,
     record,
@@ -294,14 +295,8 @@ class _Call:
         """Which of its tensors somebody else holds: parameters, and leaves in containers."""
         if not self.kwargs and all(map(is_tensor, self.args)):
             return tuple([isinstance(a, torch.nn.Parameter) for a in self.args])
-        direct = {id(a) for a in (*self.args, *self.kwargs.values())}
         tensors = [t for t in flatten((self.args, self.kwargs))[0] if is_tensor(t)]
-        return tuple(
-            [
-                isinstance(t, torch.nn.Parameter) or (id(t) not in direct and t.requires_grad and t.is_leaf)
-                for t in tensors
-            ]
-        )
+        return tuple([is_held(t, self.args, self.kwargs) for t in tensors])
 
 
 def _peeled_key(fn: Callable[..., Any], call: Peeled) -> Hashable | None:

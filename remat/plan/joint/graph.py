@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from remat._core import collecting_rarely, did
+from remat._core import collecting_rarely, did, name_of
 from remat._torch import DEVICE, Repeats, states_watched
-from remat.plan.joint.holes import around, holes_of, parts_of
+from remat.plan.joint.holes import around, is_held, parts_of
 from remat.plan.joint.lives import Lives
-from remat.plan.joint.ops import Joint, Op, Ref, Value, noted
+from remat.plan.joint.ops import Hole, Joint, Op, Ref, Value, noted
 from remat.plan.joint.packing import Packing
 from remat.plan.joint.stand_ins import StandIns, refused, stood_in
 from remat.plan.joint.workspace import least_bytes
@@ -342,7 +342,7 @@ def record(
         without_module_trackers(),
         trial(),
         only(()),
-        planning(getattr(fn, "__name__", type(fn).__name__)),
+        planning(name_of(fn)),
     ):
         token = around.set(recorder)
         try:
@@ -381,7 +381,7 @@ def graph_of_run(recorder: JointRecorder, results: tuple[int, ...]) -> Joint:
         shapes=recorder.shapes,
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
-        holes=holes_of(recorder),
+        holes=tuple([Hole(*hole) for hole in recorder.holes]),
         pinned=_pinned(recorder, results, held),
         held=held,
         ends=ends,
@@ -410,15 +410,13 @@ def _trace(
     """Stand-ins for the arguments, then the run; returns the numbers of the results."""
     leaves, spec = flatten((args, kwargs))
     mode = recorder.stand_ins.mode
-    direct = {id(a) for a in (*args, *kwargs.values())}
     fakes: dict[int, torch.Tensor] = {}
     for at, leaf in enumerate(leaves):
         if is_tensor(leaf) and id(leaf) not in fakes:
-            held = isinstance(leaf, torch.nn.Parameter) or at in known
-            held |= id(leaf) not in direct and leaf.requires_grad and leaf.is_leaf
             # Torch has no stand-ins for some: nested ones of the strided layout.
             with refused(fn, lambda: recorder.last):
                 fakes[id(leaf)] = _stand_in(leaf, mode)
+            held = at in known or is_held(leaf, args, kwargs)
             recorder.add(fakes[id(leaf)], "parameter" if held else "argument")
     args, kwargs = unflatten([fakes.get(id(x), x) if is_tensor(x) else x for x in leaves], spec)
     with (

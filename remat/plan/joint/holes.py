@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from remat.plan.joint.ops import Hole, Joint
+from remat.plan.joint.ops import Joint
 from remat.plan.joint.packing import Packing
 from remat.plan.joint.stand_ins import on_fakes
 from remat.transforms import (
@@ -260,6 +260,13 @@ def tensors_given(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return list({id(t): t for t in tree_leaves((args, kwargs)) if is_tensor(t)}.values())
 
 
+def is_held(tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
+    """Whether somebody else holds a tensor among arguments: a parameter, or a leaf in a container."""
+    if isinstance(tensor, torch.nn.Parameter) or not (tensor.requires_grad and tensor.is_leaf):
+        return isinstance(tensor, torch.nn.Parameter)
+    return not any(tensor is one for one in (*args, *kwargs.values()))
+
+
 class Opened:
     """A hole while the graph around is recorded; `recorder` is None where there is none."""
 
@@ -311,11 +318,6 @@ class Opened:
             hole[3] = tuple([self.recorder.number(t) for t in cotangents if t is not None])
             hole[5] = tuple([at for at, t in enumerate(cotangents) if t is not None])
             hole[1] = len(self.recorder.ops)
-
-
-def holes_of(recorder: Any) -> tuple[Hole, ...]:
-    """What was left out."""
-    return tuple(Hole(*hole) for hole in recorder.holes)
 
 
 class _Alone(torch.autograd.Function):

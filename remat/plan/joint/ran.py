@@ -14,7 +14,7 @@ import torch
 
 from remat._torch import states_watched
 from remat.plan.joint.graph import JointRecorder, differentiated, graph_of_run
-from remat.plan.joint.holes import Opened, around, parts_of, tensors_given
+from remat.plan.joint.holes import Opened, around, is_held, parts_of, tensors_given
 from remat.plan.joint.ops import Joint
 from remat.transforms import flatten, unflatten
 from remat.transforms.compat import hooks_aside, outside_all_modes
@@ -54,12 +54,9 @@ def record_run(
     token = around.set(recorder)
     try:
         with outside_all_modes(), only(()):
-            direct = {id(a) for a in (*args, *kwargs.values())}
             given = tensors_given(args, kwargs)
             for t in given:
-                held = isinstance(t, torch.nn.Parameter)
-                held |= id(t) not in direct and t.requires_grad and t.is_leaf
-                recorder.add(t, "parameter" if held else "argument")
+                recorder.add(t, "parameter" if is_held(t, args, kwargs) else "argument")
             watched = states_watched(recorder.take_state)
             with recorder, watched, torch.autograd.set_multithreading_enabled(False):
                 run = fn, args, kwargs, recorder, given
@@ -79,16 +76,14 @@ class Apart:
         self.given = tensors_given(args, kwargs)
         self.state = RandomState(self.given)
 
-    def _call(self) -> tuple[list[torch.Tensor], tuple[Any, Any]]:
-        """Leaves like the arguments, and the arguments made of them."""
+    def _copied(self) -> tuple[list[torch.Tensor], list[Any]]:
+        """Tensors like those given, and the leaves of the arguments with them."""
         copies = {id(t): t if isinstance(t, torch.nn.Parameter) else _alias(t) for t in self.given}
-        leaves = [copies.get(id(leaf), leaf) for leaf in self.leaves]
-        return list(copies.values()), unflatten(leaves, self.spec)
+        return list(copies.values()), [copies.get(id(leaf), leaf) for leaf in self.leaves]
 
     def run(self) -> Any:
         """The forward."""
-        _, given = self._call()
-        args, kwargs = given
+        given = args, kwargs = unflatten(self._copied()[1], self.spec)
         # The recording around must not see what is saved here: it would hold that.
         with outside_all_modes(), hooks_aside(), torch.enable_grad():
             parts, fresh = parts_of(self.fn(*args, **kwargs), *given)
@@ -111,40 +106,35 @@ class Apart:
         """Hold the arguments as autograd does: nobody is to take these for handles of the user's."""
         recorder = around.get()
         with recorder.lives.keeping() if recorder else contextlib.nullcontext():
-            copies = [t if isinstance(t, torch.nn.Parameter) else _alias(t) for t in self.given]
-        known = {id(t): copy for t, copy in zip(self.given, copies, strict=True)}
-        self.leaves = [known.get(id(leaf), leaf) for leaf in self.leaves]
-        self.given = copies
+            self.given, self.leaves = self._copied()
 
     def backward(self, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The forward again, and its backward: gradients of the operands."""
-        copies, (args, kwargs) = self._call()
         present = [at for at, given in enumerate(cotangents) if given is not None]
 
         def begin(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             given = [c for c in cotangents if c is not None]
             return given if len(given) == len(results) else [torch.zeros_like(t) for t in results]
 
-        now = RandomState(self.given)
-        self.state.restore()
-        with outside_all_modes():
-            joint, gradients = record_run(self.fn, args, kwargs, cotangents=begin, present=present)
-        now.restore()
-        self.told, self.leaves, self.given = True, [], []
-        self.tell(joint)
-        return [gradients.get(id(t)) for t in copies if t.requires_grad]
+        found = self._recorded(cotangents=begin, present=present)
+        self.leaves, self.given = [], []
+        return found
 
     def finish(self) -> None:
         """Tell the graph of the forward, where no backward has come."""
         if not self.told:
-            self.told = True
-            _, (args, kwargs) = self._call()
-            now = RandomState(self.given)
-            self.state.restore()
-            with outside_all_modes():
-                joint, _ = record_run(self.fn, args, kwargs, backward=False)
-            now.restore()
-            self.tell(joint)
+            self._recorded(backward=False)
+
+    def _recorded(self, **options: Any) -> list[torch.Tensor | None]:
+        """Tell the graph of the call, which runs again as it ran; gradients of the operands."""
+        copies, leaves = self._copied()
+        now, self.told = RandomState(self.given), True
+        self.state.restore()
+        with outside_all_modes():
+            joint, gradients = record_run(self.fn, *unflatten(leaves, self.spec), **options)
+        now.restore()
+        self.tell(joint)
+        return [gradients.get(id(t)) for t in copies if t.requires_grad]
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from remat._core import isolated
+from remat._core import isolated, name_of
 from remat._torch import nothing_gathered
 from remat.plan.joint.fused import kernel_of_target
 from remat.transforms import ADDRESSES, RematError, flatten, is_tensor, unflatten, untracked
@@ -131,7 +131,7 @@ def refused(fn: Callable[..., Any], last: Callable[[], tuple[str, str]]) -> Iter
         where = f" at {line}" if line else ""
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise NotOnFakes(
-            f"{getattr(fn, '__name__', type(fn).__name__)} cannot be planned: {op or 'the function'}{where} "
+            f"{name_of(fn)} cannot be planned: {op or 'the function'}{where} "
             f"does not run on fake tensors ({reason}). A plan needs shapes only. Keep .item() and branches "
             "on values out of the region. Give custom ops a fake kernel (torch.library.register_fake). Or "
             "use a policy without a budget."
@@ -160,8 +160,7 @@ def on_fakes(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """
     leaves, spec = flatten((args, kwargs or {}))
     stand_ins = StandIns(fake_mode(leaves))
-    name = getattr(run, "__name__", type(run).__name__)
-    with without_module_trackers(), trial(), only(()), planning(name), warnings.catch_warnings():
+    with without_module_trackers(), trial(), only(()), planning(name_of(run)), warnings.catch_warnings():
         # The engine asks for addresses, which fake tensors grudgingly give.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         with refused(run, lambda: ("", "")), stood_in(stand_ins), torch.enable_grad():
