@@ -312,11 +312,12 @@ def span(shape: Any, stride: Any) -> int:
     return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
-def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, as those of an expanded one do, or as zeros have none."""
-    if tensor._is_zerotensor():
-        return True
-    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where its elements share memory, as those of an expanded one do, or as zeros have
+    none: forward mode refuses such ones, and gives a tangent the layout of its primal."""
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    overlaps = tensor._is_zerotensor() or any(step == 0 and size > 1 for step, size in steps)
+    return tensor.clone(memory_format=torch.contiguous_format) if overlaps else tensor
 
 
 def lies(tensor: torch.Tensor) -> Any:

@@ -59,6 +59,7 @@ from remat._core.reach import (
 )
 from remat._core.shown import (
     described,  # a value as messages call it
+    first_line,  # what an error says in its first line
     name_of,  # what the user calls a function, or a module by its class
     to_install,  # how to install what some extras of this package list
 )

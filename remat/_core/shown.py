@@ -38,6 +38,11 @@ def name_of(fn: Any) -> str:
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says in its first line, without a full stop; its class's name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def to_install(*extras: str) -> str:
     """How to install what some extras of this package list.
 

@@ -200,7 +200,9 @@ def fit(
     spread, of_functions = {"mesh": mesh, "memory": memory}, {"link": link}
     if isinstance(model, (list, tuple)):
         _only("a list of stages", budget=budget, kwargs=kwargs, **of_modules, **spread, **of_functions)
-        return plan_stages(_stages(model), *args, peak=peak, **common, **keywords)
+        for stage in model:
+            check_callable("fit", (stage,))
+        return plan_stages(model, *args, peak=peak, **common, **keywords)
     if not isinstance(model, torch.nn.Module):
         _only("a function", **of_modules, **spread)
         return plan_regions(model, *args, **within, link=link, **common, kwargs=kwargs or {}, **keywords)
@@ -309,12 +311,6 @@ def _fitted(
         seconds=time.perf_counter() - start,
         step=step,
     )
-
-
-def _stages(stages: Sequence[Any]) -> Sequence[Callable[..., Any]]:
-    for stage in stages:
-        check_callable("fit", (stage,))
-    return stages
 
 
 def _only(what: str, **others: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from remat._core import to_install
+from remat._core import first_line, to_install
 from remat.cli.errors import UsageError
 from remat.transforms import RematError, is_user_frame
 
@@ -136,14 +136,12 @@ def in_one_line(box: str) -> str:
 
 def told(error: Exception) -> str:
     """An error in one line, with the user's line that raised it."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if is_user_frame(frame)]
-    lines = [number for frame, number in traceback.walk_tb(error.__traceback__) if is_user_frame(frame)]
     at = ""
-    if frames:
-        code = frames[-1].f_code
-        at = f" at {os.path.basename(code.co_filename)}:{lines[-1]} ({code.co_name})"
-    text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return f"{type(error).__name__}{at}: {text}. REMAT_TRACEBACK=1 shows the whole traceback."
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if is_user_frame(frame):
+            code = frame.f_code
+            at = f" at {os.path.basename(code.co_filename)}:{number} ({code.co_name})"
+    return f"{type(error).__name__}{at}: {first_line(error)}. REMAT_TRACEBACK=1 shows the whole traceback."
 
 
 def usage() -> str:

@@ -76,6 +76,6 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
         >>> percentiles([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
         (2.0, 3.5, 5.0)
     """
-    ordered = torch.tensor(sorted(samples), dtype=torch.float64)
-    p20, p50, p80 = torch.quantile(ordered, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    marks = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    p20, p50, p80 = torch.tensor(samples, dtype=torch.float64).quantile(marks).tolist()
     return p20, p50, p80

@@ -313,14 +313,13 @@ def test_ops_of_torchs_own_modules_have_its_line(tmp_path):
 
 
 def test_progress_is_seen_in_a_pipe(capsys):
-    with progress(quiet=False) as advance:
-        for _ in range(20):
-            advance(0.05)
+    advance = progress(quiet=False)
+    for _ in range(20):
+        advance(0.05)
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "training under each policy: 0 %" and said[-1] == "training under each policy: 100 %"
     assert len(said) == 11
-    with progress(quiet=True) as advance:
-        advance(1.0)
+    progress(quiet=True)(1.0)
     assert not capsys.readouterr().err
 
 

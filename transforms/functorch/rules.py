@@ -44,7 +44,7 @@ from remat.transforms.functorch.primitive import (
     rule,
     writable,
 )
-from remat.transforms.ops import overlaps, version_of
+from remat.transforms.ops import version_of, with_memory
 
 
 @rule(VMAP)
@@ -119,13 +119,8 @@ def _on_duals(prim: Prim, duals: Any) -> tuple[list[torch.Tensor], dict[int, tor
 
 def _with_their(made: list[torch.Tensor], tangents: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     for i, tangent in tangents.items():
-        made[i] = forward_ad.make_dual(_writable(made[i]), tangent)
+        made[i] = forward_ad.make_dual(with_memory(made[i]), tangent)
     return tuple(made)
-
-
-def _writable(primal: torch.Tensor) -> torch.Tensor:
-    """`primal`, or a copy where its elements share memory: torch gives a tangent the layout of its primal."""
-    return primal.clone(memory_format=torch.contiguous_format) if overlaps(primal) else primal
 
 
 def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]], family: Family) -> Body:

@@ -33,6 +33,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import active, untracked
 from remat.transforms.offload import lane
+from remat.transforms.ops import with_memory
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.scan.backward import Captured, dropped, pull_back, saved_by
 from remat.transforms.scan.body import Body, version, wrote
@@ -45,7 +46,6 @@ from remat.transforms.scan.rules import (
     pull_back_of,
     tangents_of,
     unbatched,
-    with_memory,
 )
 from remat.transforms.scan.spec import (
     Leaves,

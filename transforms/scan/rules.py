@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import dual_level_known_if_any, restore_vmap
-from remat.transforms.ops import overlaps
+from remat.transforms.ops import with_memory
 from remat.transforms.pytree import merge, smooth as pytree_smooth
 from remat.transforms.scan.backward import check_seen
 from remat.transforms.scan.spec import (
@@ -34,11 +34,6 @@ def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> tor
     shape = list(tensor.shape)
     shape.insert(to, size)
     return with_memory(tensor.unsqueeze(to).expand(shape))
-
-
-def with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Forward-mode AD refuses tensors whose elements share memory, such as a sum's cotangent."""
-    return tensor.clone(memory_format=torch.contiguous_format) if overlaps(tensor) else tensor
 
 
 def unbatched(scan: Scan, info: Any, dims: Sequence[int | None]) -> Primals | None:

@@ -83,21 +83,25 @@ class Watch(DispatchMode):
         if types and on_wrappers(types):
             return NotImplemented
         out = func(*args, **kwargs)
-        self._follow(args, kwargs, out)
+        again, recordings = recomputed_region(), context_recordings()
+        when = "recompute" if again is not None else self._when()
+        if active.travelling != "host":
+            region = again or (recordings[-1].tape.region if recordings else None)
+            self.blocks.follow(len(self.ran), when, region, args, kwargs, out)
         if not _is_bookkeeping(func):
-            self.ran.append(self._note(func, args, kwargs, out))
+            recordings = recordings if when == "forward" else []
+            self.ran.append(self._note(func, args, kwargs, out, when, again, recordings))
         return out
 
-    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> Ran:
+    def _note(
+        self, func: Any, args: Any, kwargs: Any, out: Any, when: str, again: str | None, recordings: list[Any]
+    ) -> Ran:
         if active.travelling:
             # Kept or not, no op of the user's or of a region's: what it takes are the bytes on the way.
             return Ran(self._when(), func, TRANSFER, 0, _bytes(out), None, None, False, user_line())
         outs = out if isinstance(out, (tuple, list)) else (out,)
         info = OpInfo(func, describe(args), describe(kwargs), describe(tuple(outs)))
         moved = sum(_bytes(t) for t in flatten((args, kwargs, out))[0] if is_tensor(t))
-        again = recomputed_region()
-        when = "recompute" if again is not None else self._when()
-        recordings = context_recordings() if when == "forward" else []
         region = recordings[-1].tape.region if recordings else again
         call = self._call(recordings[0].tape) if recordings else None
         inner = len(recordings) > 1
@@ -124,15 +128,6 @@ class Watch(DispatchMode):
                 return number
         self._calls.append(weakref.ref(trace))
         return len(self._calls) - 1
-
-    def _follow(self, args: Any, kwargs: Any, out: Any) -> None:
-        if active.travelling == "host":
-            return
-        again = recomputed_region()
-        recordings = context_recordings()
-        region = again or (recordings[-1].tape.region if recordings else None)
-        when = "recompute" if again is not None else self._when()
-        self.blocks.follow(len(self.ran), when, region, args, kwargs, out)
 
     def end_forward(self) -> None:
         """What runs from here on is no forward, unless a function takes derivatives itself."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from remat._core import first_line
 from remat.cli.checked import writable
 from remat.cli.errors import UsageError
 from remat.cli.models import Sizes, config_of, module_of, settings, transformers_for
@@ -121,9 +122,8 @@ def from_file(given: str) -> tuple[Any, str]:
     try:
         config = transformers_for(given).AutoConfig.from_pretrained(str(found))
     except (OSError, ValueError, KeyError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UsageError(
-            f"{given} is no config of transformers: {why}. Write one with a model_type."
+            f"{given} is no config of transformers: {first_line(error)}. Write one with a model_type."
         ) from error
     return config, f"config = AutoConfig.from_pretrained({json.dumps(str(found))})"
 

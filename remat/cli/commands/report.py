@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,9 +54,8 @@ def write_csv(path: Path, context: dict[str, Any], results: list[Result]) -> Non
         writer.writerows(records)
 
 
-@contextlib.contextmanager
-def progress(quiet: bool) -> Iterator[Callable[[float], None]]:
-    """Progress on stderr, so that stdout holds the result alone; yields what moves it by a share."""
+def progress(quiet: bool) -> Callable[[float], None]:
+    """What moves the progress on stderr by a share: stdout holds the result alone."""
     share, said = 0.0, -1
 
     def advance(more: float) -> None:
@@ -70,7 +68,7 @@ def progress(quiet: bool) -> Iterator[Callable[[float], None]]:
             end = "\r" if sys.stderr.isatty() and tenth < 10 else "\n"
             print(f"training under each policy: {10 * tenth} %", file=sys.stderr, end=end, flush=True)
 
-    yield advance
+    return advance
 
 
 def show(facts: dict[str, Any], options: dict[str, Any], results: list[Result], out: Path) -> None:

@@ -56,10 +56,10 @@ class Sweep(ModelOptions):
         writable_folder("--out", self.out)
         if self.device in CARDS:
             return self.compiled()
-        with report.progress(quiet=self.json) as advance, warnings.catch_warnings():
+        with warnings.catch_warnings():
             # vmap says so when it runs a kernel sample by sample; a sweep compares rows that all do.
             warnings.filterwarnings("ignore", message="There is a performance drop")
-            results = self.run(advance)
+            results = self.run(report.progress(quiet=self.json))
         report.write(self, results)
         return int(any(result.failed for result in results))
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from remat._core import to_install
+from remat._core import first_line, to_install
 from remat.cli.errors import UsageError
 from remat.cli.models.shapes import VOCAB, Model, Params, Sizes, Wrap
 
@@ -75,9 +75,8 @@ def config_of(name: str, sizes: Sizes, given: str) -> Any:
     try:
         return transformers.AutoConfig.for_model(name, **settings(sizes))
     except Exception as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(".")
         raise UsageError(
-            f"{given}: its config cannot be made at these sizes: {why}. Write "
+            f"{given}: its config cannot be made at these sizes: {first_line(error)[:160]}. Write "
             f"{_spelled(given, 'gpt2', 'llama')}."
         ) from error
 
@@ -88,9 +87,9 @@ def module_of(config: Any, given: str, **options: Any) -> Any:
         module = transformers_for(given).AutoModelForCausalLM.from_config(config, **options)
     except Exception as error:
         # Whatever a model of another kind misses: sizes of its own, a decoder alone, a package.
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         raise UsageError(
-            f"{given} cannot be made as a causal language model of these sizes: {text} Write "
+            f"{given} cannot be made as a causal language model of these sizes: {first_line(error)[:160]}. "
+            "Write "
             f"{_spelled(given, 'gpt2', 'llama', 'qwen2', 'mistral')}."
         ) from error
     if not any(hasattr(m, "gradient_checkpointing") for m in module.modules()):

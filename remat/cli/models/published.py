@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from remat._core import to_install
+from remat._core import first_line, to_install
 from remat.cli.errors import UsageError
 from remat.cli.models.hf import transformers_for
 
@@ -87,10 +87,9 @@ def published(name: str, dtype: torch.dtype, batch: int, seq: int) -> tuple[torc
     except UsageError:
         raise
     except Exception as error:
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UsageError(
-            f"{given} cannot be built: {text}. Write a config.json of a transformers model, or one of "
-            f"{', '.join((*PUBLISHED, UNET))}."
+            f"{given} cannot be built: {first_line(error)[:200]}. Write a config.json of a transformers "
+            f"model, or one of {', '.join((*PUBLISHED, UNET))}."
         ) from error
     return model.train(), _inputs(model, config, dtype, batch, seq)
 

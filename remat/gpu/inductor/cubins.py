@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from remat._core import first_line
 from remat.gpu.inductor.machine import Chip, pretended
 from remat.transforms import RematError
 
@@ -36,10 +37,9 @@ def cubin(name: str, source: str, chip: Chip) -> Cubin:
     try:
         return _compiled(plain, chip)
     except Exception as error:
-        said = (str(error).strip().splitlines() or [""])[0]
         raise RematError(
             f"Triton makes no machine code of the kernel {name} for {chip.name}: {type(error).__name__}: "
-            f"{said} compile_for(..., machine_code=False) does without."
+            f"{first_line(error)}. compile_for(..., machine_code=False) does without."
         ) from error
 
 

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from remat._core import first_line
 from remat.gpu.inductor.machine import DEVICE, Chip, pretended
 from remat.gpu.inductor.reductions import reductions_noted
 from remat.gpu.inductor.trace import STATIC, line_of, places
@@ -188,9 +189,9 @@ def _told(module: GraphModule) -> Iterator[None]:
     except RematError:
         raise
     except Exception as error:
-        said = (str(error).strip().splitlines() or [""])[0]
         raise RematError(
-            f"Inductor makes no code for a GPU of {_blamed(error)}: {type(error).__name__}: {said}"
+            f"Inductor makes no code for a GPU of {_blamed(error)}: {type(error).__name__}: "
+            f"{first_line(error)}"
         ) from error
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from remat._core import isolated, name_of
+from remat._core import first_line, isolated, name_of
 from remat._torch import nothing_gathered
 from remat.plan.joint.fused import kernel_of_target
 from remat.transforms import ADDRESSES, RematError, flatten, is_tensor, unflatten, untracked
@@ -129,7 +129,7 @@ def refused(fn: Callable[..., Any], last: Callable[[], tuple[str, str]]) -> Iter
     except Exception as error:
         op, line = last()
         where = f" at {line}" if line else ""
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise NotOnFakes(
             f"{name_of(fn)} cannot be planned: {op or 'the function'}{where} "
             f"does not run on fake tensors ({reason}). A plan needs shapes only. Keep .item() and branches "
