@@ -239,7 +239,8 @@ class Pass:
             seen["random stream of the card"] = torch.cuda.get_rng_state(library.device[0])
         seen["own random stream"] = model.generator.get_state()
         seen["Python's random stream"] = hash(random.getstate())
-        seen["NumPy's random stream"] = int(np.random.get_state()[1].sum()), np.random.get_state()[2]  # type: ignore
+        _, words, at, *_ = np.random.get_state()
+        seen["NumPy's random stream"] = hash(words.tobytes()), at  # type: ignore[union-attr]
         return seen
 
 

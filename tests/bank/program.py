@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -40,7 +41,7 @@ class Program:
     found: tuple[tuple[str, str], ...]
     graphs: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def features(self) -> list[str]:
         """What its model has."""
         return [name for name in library.FEATURES if re.search(rf"\bm\.{name}\b", self.source)]

@@ -25,7 +25,7 @@ from remat.debug import assert_recomputed
 from remat.transforms import value_and_grad
 from tests.compile.inside import in_transform
 from tests.compiled import Graphs, compiled
-from tests.helpers import TORCH, rand, same
+from tests.helpers import TORCH, rand, same, sparse
 from tests.tools.test_capture import RUNS, WRAPS, W, X, model
 
 NAMES = ["h", "out"]
@@ -157,10 +157,17 @@ def test_nothing_more_is_kept_or_run_again(policy):
         assert facts[0] == facts[1]
 
 
-def test_recomputation_survives():
-    assert_recomputed(capture(loss_of(remat), NAMES), W.clone().requires_grad_(), X, ops=["tanh"])
-    assert_recomputed(value_and_grad(capture(loss_of(remat), "h"), has_aux=True), W, X, ops=["tanh"])
-    assert_recomputed(capture_grads(loss_of(remat), NAMES), W, X, ops=["tanh"])
+CAPTURED = {
+    "under grad": lambda loss: value_and_grad(capture(loss, "h"), has_aux=True),
+    "gradients": lambda loss: capture_grads(loss, NAMES),
+    "backward": lambda loss: capture(loss, NAMES),
+}
+
+
+@pytest.mark.parametrize("how", sparse(CAPTURED))
+def test_recomputation_survives(how):
+    w = W.clone().requires_grad_(how == "backward")
+    assert_recomputed(CAPTURED[how](loss_of(remat)), w, X, ops=["tanh"])
 
 
 @pytest.mark.slow

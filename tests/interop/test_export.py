@@ -21,8 +21,20 @@ def model(policy):
     )
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
-@pytest.mark.parametrize("policy", POLICIES)
+# The others are slow: each policy, and each way to export, is in the quick half.
+STRICT = [
+    pytest.param(
+        policy,
+        strict,
+        id=f"{policy}-{'strict' if strict else 'loose'}",
+        marks=[] if (at + strict) % 2 == 0 else pytest.mark.slow,
+    )
+    for at, policy in enumerate(POLICIES)
+    for strict in (False, True)
+]
+
+
+@pytest.mark.parametrize(("policy", "strict"), STRICT)
 def test_export_with_a_dynamic_batch(policy, strict):
     """A size without a value was looked up, and constants of a tape were looked for in the program."""
     fn = model(POLICIES[policy])

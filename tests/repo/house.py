@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ def modules() -> dict[str, Path]:
 
 @functools.cache
 def tree(path: Path) -> ast.Module:
+    gc.freeze()  # each of so many nodes would make Python search all that are there for garbage
     return ast.parse(path.read_text(), str(path))
 
 
@@ -57,23 +59,23 @@ def within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def _statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Imports anywhere, also in functions; not those for type checkers only."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            for other in child.orelse:
-                yield from _statements(other)
-        elif isinstance(child, ast.Import | ast.ImportFrom):
-            yield child
-        else:
+def _statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """Statements anywhere, also in functions; not those for type checkers only."""
+    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        if part == "body" and isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        for child in getattr(node, part, ()):
+            if isinstance(child, ast.stmt):
+                yield child
             yield from _statements(child)
 
 
-def _found(importer: str, node: ast.Import | ast.ImportFrom) -> Iterator[Import]:
+def _found(importer: str, node: ast.stmt) -> Iterator[Import]:
     if isinstance(node, ast.Import):
         for alias in node.names:
             if alias.name in modules():
                 yield Import(importer, node.lineno, alias.name, None)
+    if not isinstance(node, ast.ImportFrom):
         return
     source = node.module or ""
     if node.level:
@@ -222,7 +224,7 @@ def private_torch(path: Path) -> Iterator[tuple[int, str]]:
 def classes() -> Iterator[tuple[str, str]]:
     """The name of every class, and the module that defines it."""
     for module, path in modules().items():
-        for node in ast.walk(tree(path)):
+        for node in _statements(tree(path)):
             if isinstance(node, ast.ClassDef):
                 yield node.name, module
 

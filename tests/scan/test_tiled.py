@@ -127,12 +127,13 @@ def test_peak_is_what_lives_throughout_and_one_tile(shape):
         fn(x)
         return trace_memory(lambda mark: torch.autograd.grad(fn(x), of, ct)).peak
 
-    for tiles in (8, 16, 32):
+    untiled = peak(mlp, x, ct, of)
+    for tiles in (8, 32):
         part = x.detach()[..., : shape[-2] // tiles, :].clone().requires_grad_()
         one = peak(mlp, part, ct[..., : shape[-2] // tiles, :].clone(), [part, *weights])
         fixed = 2 * x.nbytes + sum(w.nbytes for w in weights)  # result, gradients
         whole = peak(tiled(mlp, tiles=tiles), x, ct, of)
-        assert whole <= 1.1 * (fixed + one) and whole < peak(mlp, x, ct, of) / 2
+        assert whole <= 1.1 * (fixed + one) and whole < untiled / 2
         assert trace_memory(lambda mark: (tiled(mlp, tiles=tiles)(x), mark())[0]).kept == x.nbytes  # noqa: B023
 
 
