@@ -58,11 +58,11 @@ class Runner:
     times: list[float] = field(default_factory=list)
 
     @classmethod
-    def start(cls, row: Row, step: Step, params: Params, lr: float) -> Runner:
+    def start(cls, row: Row, step: Step, params: Params) -> Runner:
         """A row with parameters of its own, before its first step."""
         largest = max(torch.finfo(t.dtype).eps for t in tensors(params))
         result = Result(row.name, tolerance(largest), row.rival)
-        return cls(row, step, Trainer.start(params, lr), result)
+        return cls(row, step, Trainer.start(params), result)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:

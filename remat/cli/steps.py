@@ -85,10 +85,10 @@ class Trainer:
     optimizer: torch.optim.Optimizer
 
     @classmethod
-    def start(cls, params: Params, lr: float) -> Trainer:
+    def start(cls, params: Params) -> Trainer:
         """Copies of the parameters, which AdamW will move."""
         own = map_only(Tensor, lambda t: t.detach().clone(), params)
-        return cls(own, torch.optim.AdamW(tensors(own), lr=lr))
+        return cls(own, torch.optim.AdamW(tensors(own)))
 
     def update(self, gradients: Params) -> None:
         """One step of AdamW; gradients with a leading dimension of samples are averaged over it first."""

@@ -43,8 +43,6 @@ class Sweep(ModelOptions):
     """Type of parameters and activations."""
     steps: int = 5
     """Timed training steps of each row."""
-    lr: float = 1e-3
-    """AdamW's learning rate."""
     out: Path = Path("out")
     """Folder for sweep.csv and sweep.svg."""
     json: bool = False
@@ -91,7 +89,7 @@ class Sweep(ModelOptions):
         model = self.build(self.model, DTYPES[self.dtype], device)
         data = (tokens.to(device) for tokens in batches(self.batch, self.seq, self.seed))
         steps = {row: make_step(self.mode, model, row.wrap) for row in rows(self.policy)}
-        runners = [Runner.start(row, step, model.params, self.lr) for row, step in steps.items()]
+        runners = [Runner.start(row, step, model.params) for row, step in steps.items()]
         share = 1 / (len(runners) * (self.steps + 2))
         bench = Bench(runners, data, device, lambda: advance(share))
         bench.inspect(model.params)

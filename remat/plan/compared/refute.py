@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +10,13 @@ import torch
 
 from remat._inspect import looked_at
 from remat._region import with_policy
-from remat.plan.graph import synchronizer
+from remat.plan.graph import in_turns
 from remat.policies import Policy
 from remat.transforms import RematError, is_tensor, leaves_behind, tree_leaves
 from remat.transforms.compat import is_fake
 
 # A point is refuted by another one that keeps no more and takes less than this share of its time.
 BEATEN = 0.98
-_WARM = 2
 
 
 def measured(
@@ -29,8 +27,6 @@ def measured(
     rounds: int,
 ) -> list[float]:
     """Median seconds of a forward and backward of `fn` under each policy; nothing is left of the runs.
-
-    All take turns, another one first each time, so that drift of the machine meets all alike.
 
     Raises:
         RematError: a tensor has no data.
@@ -43,21 +39,11 @@ def measured(
         )
     device = str(next((tensor.device for tensor in tensors), "cpu"))
     regions = [with_policy(fn, policy) for policy in policies]
-    wait = synchronizer(device)
-    taken: list[list[float]] = [[] for _ in regions]
     # A mode that watches writes would take its time, so memory that may be written to is copied before.
     with looked_at(fn, args, kwargs, ops=False), torch.enable_grad():
         leaves = leaves_behind(_active(fn(*args, **kwargs)))
-        for turn in range(-_WARM, rounds):
-            first = turn % len(regions)
-            for at in (*range(first, len(regions)), *range(first)):
-                wait()
-                start = time.perf_counter()
-                _step(regions[at], args, kwargs, leaves)
-                wait()
-                if turn >= 0:
-                    taken[at].append(time.perf_counter() - start)
-    return [statistics.median(times) for times in taken]
+        steps = [functools.partial(_step, region, args, kwargs, leaves) for region in regions]
+        return in_turns(steps, device, rounds)
 
 
 def _active(out: Any) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from remat.plan.graph.speeds import (
     speeds_of,  # those of a device
 )
 from remat.plan.graph.stopwatch import (
-    synchronizer,  # what waits for a device
+    in_turns,  # median seconds of calls that take turns
 )
 from remat.plan.graph.traffic import (
     is_view,  # whether an op only hands out another look at storages that its arguments have

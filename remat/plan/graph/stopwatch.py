@@ -51,15 +51,20 @@ def _least_seconds(call: Callable[[], Any], device: str) -> float:
 
 
 def in_turns(calls: Sequence[Callable[[], Any]], device: str, rounds: int = 12) -> list[float]:
-    """The median seconds of each call, after some warm-up; all take turns."""
+    """The median seconds of each call, after some warm-up.
+
+    All take turns, another one first each time, so that drift of the machine meets all alike.
+    """
     wait, clock = synchronizer(device), clock_of(device)
     taken: list[list[float]] = [[] for _ in calls]
     for turn in range(-3, rounds):
-        for call, times in zip(calls, taken, strict=True):
-            start = clock()
-            call()
+        first = turn % len(calls)
+        for at in (*range(first, len(calls)), *range(first)):
             wait()
-            times += [clock() - start] if turn >= 0 else []
+            start = clock()
+            calls[at]()
+            wait()
+            taken[at] += [clock() - start] if turn >= 0 else []
     return [statistics.median(times) for times in taken]
 
 
