@@ -27,6 +27,7 @@ from remat._torch.dynamo import (
 from remat._torch.fakes import (
     DEVICE,  # the op that asks a tensor where it is
     Repeats,  # runs ops on tensors without data, those whose like has run before in a third of the time
+    asking_nobody,  # a function of torch that calls others, for a mode that is to see these
 )
 from remat._torch.gathered import (
     nothing_gathered,  # within, wrappers of modules gather nothing: tensors made there stand for parameters

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from remat.transforms import BoundedCache, span
 
@@ -13,6 +15,21 @@ DEVICE: Any = torch.ops.prim.device.default
 _empty: Any = torch.ops.aten.empty_strided.default
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 _BY_VALUE = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def asking_nobody(function: Any) -> Any:
+    """`F.multi_head_attention_forward` as it is written, for a mode that is to see what it calls.
+
+    It asks by a name of its module whether somebody overrides it, and so would come back to that mode for
+    ever (2.11 to 2.15). Other functions, and one that asks in another way, are given back.
+    """
+    ask = "has_torch_function"
+    if function is not F.multi_head_attention_forward or ask not in function.__code__.co_names:
+        return function
+    inside = {**function.__globals__, ask: lambda tensors: False}
+    made = types.FunctionType(function.__code__, inside, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 class _Unknown(Exception):

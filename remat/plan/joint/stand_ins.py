@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from remat._core import first_line, isolated, name_of
-from remat._torch import nothing_gathered
+from remat._torch import asking_nobody, nothing_gathered
 from remat.plan.joint.fused import kernel_of_target
 from remat.transforms import ADDRESSES, RematError, flatten, is_tensor, unflatten, untracked
 from remat.transforms.closure import trial
@@ -58,6 +58,9 @@ class StandIns(TorchFunctionMode):
             raise TypeError(f"{func.__name__} goes to memory, which they have not")
         if (kernel := kernel_of_target(func, args, kwargs)) is not None:
             return kernel()
+        if not types and (opened := asking_nobody(func)) is not func:
+            with self:
+                return opened(*args, **kwargs)
         return func(*args, **kwargs)
 
     def swapped(self, value: Any) -> Any:
