@@ -66,14 +66,17 @@ def _resize(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
     return resize_storage(storage, *args, **kwargs)
 
 
-_rng_state = torch.get_rng_state
+class _States:
+    """Torch's function, or a user's, that takes the CPU generator's state: it tells the innermost look."""
 
+    def __init__(self, take: Callable[[], torch.Tensor]) -> None:
+        self.take = take
 
-def _get_rng_state() -> torch.Tensor:
-    state = _rng_state()
-    for note in _watchers.states[-1:]:
-        note(state)
-    return state
+    def __call__(self) -> torch.Tensor:
+        state = self.take()
+        for note in _watchers.states[-1:]:
+            note(state)
+        return state
 
 
 @contextlib.contextmanager
@@ -101,7 +104,7 @@ def backwards_watched(
         if len(_looks) == 1:
             exchange(_variable, "_execution_engine", _Engine(_variable._execution_engine))
             exchange(torch.UntypedStorage, "resize_", _resize)
-            exchange(torch, "get_rng_state", _get_rng_state)
+            exchange(torch, "get_rng_state", _States(torch.get_rng_state))
     _watchers.backwards.append(backward)
     _watchers.resizes.append(resize)
     try:
@@ -114,4 +117,5 @@ def backwards_watched(
             if not _looks:
                 exchange(_variable, "_execution_engine", _variable._execution_engine._engine)
                 del torch.UntypedStorage.resize_
-                exchange(torch, "get_rng_state", _rng_state)
+                if isinstance(torch.get_rng_state, _States):  # else a user has put another one there
+                    exchange(torch, "get_rng_state", torch.get_rng_state.take)
