@@ -7,8 +7,9 @@ shows that it is resized: so what nobody can reach is isolated, too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,14 +22,17 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @contextlib.contextmanager
-def isolated(around: Context = contextlib.nullcontext) -> Iterator[Isolated]:
+def isolated(
+    around: Context = contextlib.nullcontext, adding: Iterable[torch.Tensor] = ()
+) -> Iterator[Isolated]:
     """Leave gradients, and the sizes of storages with what lies there, as they are, whatever runs inside.
 
     A backward inside gives leaves their gradients by assignment. So it calls none of the hooks that wait for
     an accumulation: those of optimizers in the backward, and of wrappers that reduce gradients.
     `around`: every backward inside runs within it; torch takes the torch-function modes off around some.
+    `adding`: leaves whose gradients nobody else knows, which are added to as an engine does, in place.
     """
-    kept = Isolated(around)
+    kept = Isolated(around, adding)
     with backwards_watched(kept.backward, kept.resize), torch.autograd.set_multithreading_enabled(False):
         try:
             yield kept
@@ -40,8 +44,8 @@ def isolated(around: Context = contextlib.nullcontext) -> Iterator[Isolated]:
 class Isolated:
     """Gradients and storages as they were when they were first met."""
 
-    def __init__(self, around: Context) -> None:
-        self._around = around
+    def __init__(self, around: Context, adding: Iterable[torch.Tensor] = ()) -> None:
+        self._around, self._adding = around, {id(leaf) for leaf in adding}
         # Leaves that are made inside, as torch's reentrant checkpoint makes them, go as they would.
         self._gradients: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._storages: dict[int, tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = {}
@@ -50,7 +54,8 @@ class Isolated:
         """One backward that starts inside."""
         leaves = _leaves(given["tensors"])
         ends = list(given.get("inputs") or leaves) if given.get("accumulate_grad") else []
-        with self._around(), _muted(leaves):
+        added = [leaf for leaf in ends if id(leaf) in self._adding and leaf.grad is not None]
+        with self._around(), _muted(leaves), _added_at_once(added):
             if not ends:
                 return run(**given)
             given = {**given, "inputs": tuple(ends), "allow_unreachable": True, "accumulate_grad": False}
@@ -59,7 +64,7 @@ class Isolated:
         taken = {storage_key(g) for g in given["grad_tensors"] if isinstance(g, torch.Tensor) and _dense(g)}
         with functions_as_they_are(), torch.set_grad_enabled(bool(given["create_graph"])):
             for leaf, gradient in zip(ends, found, strict=True):
-                if gradient is not None:
+                if gradient is not None and all(leaf is not one for one in added):
                     self._give(leaf, gradient, taken)
         return None
 
@@ -116,6 +121,24 @@ def _muted(leaves: list[torch.Tensor]) -> Iterator[None]:
             added = dict(table)
             table.clear()
             table.update({**hooks, **added})
+
+
+@contextlib.contextmanager
+def _added_at_once(leaves: list[torch.Tensor]) -> Iterator[None]:
+    """Within, gradients of these go into those that are there as they come, and take no more memory."""
+
+    def add(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        with functions_as_they_are(), torch.no_grad():
+            assert leaf.grad is not None
+            leaf.grad.add_(gradient)
+            return gradient.new_zeros(()).expand(gradient.shape)
+
+    handles = [leaf.register_hook(functools.partial(add, leaf)) for leaf in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _leaves(roots: Any) -> list[torch.Tensor]:

@@ -83,7 +83,8 @@ class ModelStep:
             return out
 
         device = parameters[0].device if parameters else torch.device("cpu")
-        with looked_at(self.model, self.args, self.kwargs, ops=False), torch.enable_grad():
+        roots, adding = (self.model, self.args, self.kwargs), parameters if self.accumulating else ()
+        with looked_at(*roots, ops=False, adding=adding), torch.enable_grad():
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter) if self.accumulating else None
             step(lambda: None)

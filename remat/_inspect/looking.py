@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from remat.transforms.tape import made_by
 
 
 @contextlib.contextmanager
-def looked_at(*roots: Any, ops: bool = True) -> Iterator[None]:
+def looked_at(*roots: Any, ops: bool = True, adding: Iterable[Tensor] = ()) -> Iterator[None]:
     """Isolate what a look must not touch: modules, tensors with their gradients and hooks, random streams.
 
     Without `ops` (what is compiled shows none) the memory of all tensors in reach is copied before.
+    `adding` is as for `isolated`.
     """
     with isolating(*roots) as reach:
         for module in reach.modules:
@@ -45,7 +46,7 @@ def looked_at(*roots: Any, ops: bool = True) -> Iterator[None]:
             # Storages have their sizes again before anything is written there.
             with contextlib.ExitStack() as stack:
                 writes = stack.enter_context(_Writes()) if ops else None
-                kept = stack.enter_context(isolated())
+                kept = stack.enter_context(isolated(adding=adding))
                 if writes is not None:
                     writes.kept = kept
                 yield

@@ -1180,6 +1180,15 @@ def test_a_report_measures_its_step(kind):
     assert all(p.grad is not None and bool((p.grad == 1).all()) for p in model.parameters())
 
 
+def test_a_measured_step_adds_to_gradients_in_place():
+    model, x = Row(FeedForward, 4), torch.randn(4, 24, 32)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    done = remat.fit(model, x, budget=0.1)
+    assert done.measure().measured_bytes == pytest.approx(done.peak_bytes, rel=0.001)
+    assert all(p.grad is not None and bool((p.grad == 1).all()) for p in model.parameters())
+
+
 @pytest.mark.parametrize("kind", [Twice, Called])
 def test_gradients_of_several_calls_are_added_up_first(kind):
     """Where gradients are there before the step, too: all calls give theirs before these are touched."""
