@@ -103,6 +103,19 @@ def test_one_op_each_way_and_one_compiled_step_whatever_the_length():
     assert [graph["tanh"] for graph in short if graph not in outer] == [BLOCK, 0]
 
 
+def test_a_kept_product_runs_once_where_the_carry_is_the_only_result():
+    w, backend = torch.eye(D, dtype=torch.float64).requires_grad_(), Counting()
+
+    def loss(w):
+        step = lambda h, _: (torch.tanh((h @ w).sin()), None)  # noqa: E731
+        h, options = torch.ones(1, D, dtype=torch.float64), {"checkpoints": "all", "policy": save_matmuls}
+        return scan_remat(step, h, length=BLOCK, **options)[0].sum()
+
+    torch.autograd.grad(compiled(loss, backend)(w), w)
+    # Of each step's product the two of its gradient, and not the product itself.
+    assert backend.graphs[-1]["mm"] == 2 * BLOCK
+
+
 def test_no_recompilation():
     run = Graphs(of_scan(2))
     backward(run, make())
