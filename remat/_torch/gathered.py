@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from remat.transforms import MISSING
+from remat.transforms.closure import hold
 from remat.transforms.compat import exchange
-
-_MISSING: Any = object()
 
 
 class _Run:
@@ -42,15 +42,14 @@ class _Run:
 
     def put(self, unit: Any, module: Any, name: str, tensor: torch.Tensor) -> None:
         """Let a module have this parameter until its unit is freed."""
-        held = module._parameters.get(name, _MISSING), module.__dict__.pop(name, _MISSING)
+        held = module._parameters.get(name, MISSING), module.__dict__.pop(name, MISSING)
         self._before.setdefault(id(unit), {}).setdefault((id(module), name), (module, name, *held))
         module._parameters[name] = tensor
 
     def free(self, unit: int) -> None:
         """Put back what stood in the modules of the unit with this identity."""
         for module, name, parameter, attribute in self._before.pop(unit, {}).values():
-            _restore(module._parameters, name, parameter)
-            _restore(module.__dict__, name, attribute)
+            hold([(module._parameters, name, parameter), (module.__dict__, name, attribute)])
 
     def note(self, owner: Any, **attributes: Any) -> None:
         """Let an object have these attributes in the end."""
@@ -61,15 +60,7 @@ class _Run:
         for unit in list(self._before):
             self.free(unit)
         for owner, attributes in self._noted.values():
-            for name, value in attributes.items():
-                _restore(owner.__dict__, name, value)
-
-
-def _restore(held: Any, name: str, value: Any) -> None:
-    if value is _MISSING:
-        held.pop(name, None)
-    else:
-        held[name] = value
+            hold([(owner.__dict__, name, value) for name, value in attributes.items()])
 
 
 _run: ContextVar[_Run | None] = ContextVar("remat_without_data", default=None)
@@ -250,7 +241,7 @@ class _Idle:
 
 
 def _lazy_init(run: _Run, state: Any) -> None:
-    run.note(state, _ddp=_MISSING)
+    run.note(state, _ddp=MISSING)
     state._ddp = _Idle()
 
 

@@ -6,6 +6,7 @@ from remat.transforms.closure.bindings import (
     Noted,  # what was held where, to be put back
     PythonState,  # all that objects in reach hold, so that a second run of a function leaves nothing
     captured,  # the tensors among what functions lead to that could carry a derivative or a batch dimension
+    hold,  # put values where holders have their keys, none where that is MISSING
     names_in,  # what code names: globals and attributes, in functions inside it too
     parts_of,  # the modules among what functions lead to, and those in them
     reached,  # everything that functions, modules and containers lead to

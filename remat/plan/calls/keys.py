@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from remat._core import is_library
 from remat.plan.joint import all_for_target, target_kind
 from remat.transforms import (
+    MISSING,
     Identity,
     Key,
     attributes,
@@ -232,8 +233,8 @@ class _Look:
     def _globals(self, code: types.CodeType, names: dict[str, Any]) -> None:
         """What a function reads from its file: flags, models, tensors, other functions (as their code)."""
         for name in code.co_names:
-            value = names.get(name, _NOWHERE)
-            if value is _NOWHERE or is_a(value, (types.ModuleType, type)):
+            value = names.get(name, MISSING)
+            if value is MISSING or is_a(value, (types.ModuleType, type)):
                 continue
             self.found.append(name)
             if is_a(value, types.FunctionType):
@@ -325,6 +326,5 @@ def _of(value: Any) -> Hashable:
     return tuple(look.found)
 
 
-_NOWHERE = object()
 # A view that must not be used any more has no history: FSDP1 leaves such ones in modules between two steps.
 _STALE = "stale"
