@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -135,6 +136,11 @@ def check(write: str, use: Any, policy: Any, compiler: Any) -> None:
 @pytest.mark.parametrize(("policy", "write"), crossed(POLICIES, WRITES, every=4))
 def test_the_recomputation_reads_what_was_there_before(write: str, policy: str) -> None:
     check(write, single, POLICIES[policy], partitioned)
+
+
+@config.patch(aggressive_recomputation=True)
+def test_a_kept_value_is_not_computed_again_by_a_partitioner_that_keeps_little() -> None:
+    check("copied", single, POLICIES["exponentials"], partitioned)
 
 
 @pytest.mark.parametrize(("use", "policy"), crossed(USES[1:], ("nothing", "matmuls"), every=2))

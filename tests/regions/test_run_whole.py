@@ -75,13 +75,21 @@ def under_torch_func(region, x):
     return torch.func.grad(loss)(x.detach()) * x
 
 
+def under_two_levels(region, x):
+    def loss(z):
+        return region(lambda a: a.sin() * (2.0 if a is z else 3.0))(z).sum()
+
+    return torch.func.grad(lambda z: torch.func.grad(loss)(z).square().sum())(x.detach()) * x
+
+
 def batched(region, x):
     return torch.func.vmap(lambda z: region(lambda a: a.sin() * (2.0 if a is z else 3.0))(z))(x)
 
 
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
 @pytest.mark.parametrize(
-    "case", [by_identity, by_identity_in_a_helper, saved_inside, under_torch_func, batched]
+    "case",
+    [by_identity, by_identity_in_a_helper, saved_inside, under_torch_func, under_two_levels, batched],
 )
 def test_what_is_captured_and_given_is_one_tensor(case, policy):
     def make(region):
