@@ -245,8 +245,8 @@ def live_bytes(
             late = step if storage in known else ends.get(op.node, step)
             last[storage] = max(last.get(storage, -1), late)
     for storage, step in known.items():
-        if storage in last:
-            last[storage] = max(last[storage], step)
+        if storage in last or storage in start:  # of some that are kept a node reads the shape alone
+            last[storage] = max(last.get(storage, -1), step)
     ending: dict[int, list[int]] = {}
     for storage, step in last.items():
         if storage not in forever:

@@ -146,7 +146,7 @@ class WholeStep:
                 stage = graph.solved.made(("stage", model, *options.values()), measure.stage)
                 made[key] = replace(
                     stage,
-                    choices=(*more(measure), *(stage.choices[:1] if self.ran else stage.choices)),
+                    choices=(*more(measure), *(() if self.ran else stage.choices)),
                     gradients=stage.gradients // self.shards,
                 )
             stage = made[key]

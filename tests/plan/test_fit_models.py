@@ -750,6 +750,38 @@ def compared(self, x):
     return F.mse_loss(x, y)
 
 
+def scattered(self, x):
+    """Of what `index_add` adds its node reads the shape alone, as late as it runs."""
+    flat, at = x.flatten(0, 1), torch.arange(0, 96, 2)
+    return (flat + torch.zeros_like(flat).index_add(0, at, self.net(flat[at]))).view_as(x)
+
+
+class Cache:
+    """Keys and values of each layer, as in transformers."""
+
+    def __init__(self):
+        self.held = {}
+
+    def update(self, layer, y):
+        self.held[layer] = torch.cat([self.held[layer], y], 1) if layer in self.held else y.clone()
+        return self.held[layer]
+
+
+def cached(self, x):
+    """A block that runs again finds the cache as it has found it; the result holds it until the end."""
+    cache = Cache()
+    for block in self.blocks:
+        x = block(x, cache)
+    out = x.square().mean()
+    out.cache = cache
+    return out
+
+
+def caching(self, x, cache):
+    y = cache.update(self, self.net(x))
+    return x + y * y.mean(1, keepdim=True)
+
+
 # What is made, and how far a step may be from its plan.
 KINDS = {
     "pairs": (Pairs, 0.001),
@@ -792,6 +824,8 @@ KINDS = {
     "numbers of states": (lambda: of(metric, Row)(Remembering), 0.001),
     "views": (lambda: of(views, Row)(of(viewing)), 0.001),
     "rectified": (lambda: Row(of(rectified)), 0.001),
+    "scattered": (lambda: Row(of(scattered)), 0.001),
+    "caches": (lambda: of(cached, Row)(of(caching)), 0.001),
     "softmaxed": (lambda: of(first, Row)(of(softmaxed)), 0.001),
     "summed": (lambda: of(adding_both, Row)(of(summed)), 0.001),
     "scaled": (lambda: Row(of(scaled)), 0.001),
@@ -1101,6 +1135,10 @@ def branch(self, x):
     return x + y / max(y.detach().abs().max().item(), 1e-3) if y.sum() > -1e9 else x
 
 
+def caching_by_data(self, x, cache):
+    return caching(self, x, cache) if x.sum() > -1e9 else x
+
+
 def unread(self, x):
     """The blocks know no data; the loss around them does."""
     for block in self.blocks:
@@ -1110,7 +1148,13 @@ def unread(self, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "block"), [(Row, Routed), (Row, of(branch)), (of(unread, Row), of(old_constant))]
+    ("kind", "block"),
+    [
+        (Row, Routed),
+        (Row, of(branch)),
+        (of(cached, Row), of(caching_by_data)),
+        (of(unread, Row), of(old_constant)),
+    ],
 )
 def test_what_needs_data_is_planned_from_two_real_steps(kind, block, capfd):
     torch.manual_seed(0)
@@ -1134,8 +1178,7 @@ def test_what_needs_data_is_planned_from_two_real_steps(kind, block, capfd):
         assert module.__dict__.keys() == known.keys()
         assert all(module.__dict__[name] == known[name] for name in known if name == "calls")
     model.zero_grad(set_to_none=True)
-    # (A step that runs for a plan holds the arguments of its blocks: one of these is planned 3.4 % above.)
-    check(model, x, measure=True, rel=0.04 if block.__name__ == "branch" else 0.02)
+    check(model, x, measure=True)
 
 
 @pytest.mark.slow

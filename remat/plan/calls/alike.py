@@ -16,6 +16,8 @@ from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph
 from remat.plan.joint import Joint, Shell, left_out, record, shell_of, tensors_given
 from remat.policies import Policy
+from remat.transforms import tree_leaves
+from remat.transforms.closure import PythonState, reached
 from remat.transforms.compat import in_transform, running_node
 from remat.transforms.entry import under_hooks
 
@@ -77,12 +79,16 @@ class Regions:
 
     def _result(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a region returns, which is noted."""
-        graph = self.graph(fn, args, kwargs)
-        shell = _shell(graph, fn, args, kwargs)
+        # A look inside of a look leaves a cache filled, which the call itself is to find as it was.
+        before = PythonState(reached(fn, *tree_leaves((args, kwargs))))
+        every = graph = self.graph(fn, args, kwargs)
+        before.restore_state()
         at, gone = len(self.found), ((), 0)
         if at < len(self.present) and (ends := self.present[at]) is not None:
-            every, graph = graph, _from(ends, graph, fn, args, kwargs)
+            graph = _from(ends, every, fn, args, kwargs)
+            before.restore_state()
             gone = ends[1], _only_in(every.joint, graph.joint)
+        shell = _shell(every, fn, args, kwargs)
         self.note(fn, graph, tuple([k for k, meta in enumerate(shell.fresh) if meta.grad]), gone)
         return left_out(shell, args, kwargs)
 

@@ -7,17 +7,19 @@ backward, where their own graph is recorded. So a step takes little more memory 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from remat._torch import states_watched
 from remat.plan.joint.graph import JointRecorder, differentiated, graph_of_run
 from remat.plan.joint.holes import Opened, around, is_held, parts_of, tensors_given
 from remat.plan.joint.ops import Joint
-from remat.transforms import flatten, unflatten
-from remat.transforms.compat import hooks_aside, outside_all_modes
+from remat.transforms import flatten, is_tensor, unflatten, wraps
+from remat.transforms.closure import PythonState, reached
+from remat.transforms.compat import hooks_aside, outside_all_modes, storage_key
 from remat.transforms.intermediates import only
 from remat.transforms.state import RandomState
 
@@ -74,7 +76,11 @@ class Apart:
         self.fn, self.tell, self.told = fn, tell, False
         self.leaves, self.spec = flatten((args, kwargs))
         self.given = tensors_given(args, kwargs)
-        self.state = RandomState(self.given)
+        self.state, self.left, reach = RandomState(self.given), WeakIdKeyDictionary(), self._reach()
+        self.known, self.python = {*_by_storage(reach)}, PythonState(reach)
+
+    def _reach(self) -> list[Any]:
+        return reached(self.fn, *self.leaves)
 
     def _copied(self) -> tuple[list[torch.Tensor], list[Any]]:
         """Tensors like those given, and the leaves of the arguments with them."""
@@ -87,7 +93,7 @@ class Apart:
         # The recording around must not see what is saved here: it would hold that.
         with outside_all_modes(), hooks_aside(), torch.enable_grad():
             parts, fresh = parts_of(self.fn(*args, **kwargs), *given)
-        graded = [t.requires_grad for t in fresh]
+        graded, known = [t.requires_grad for t in fresh], {*self.known, *_by_storage(fresh)}
         with outside_all_modes():
             fresh[:] = [t.detach() for t in fresh]
         hole = Opened(around.get(), self.given)
@@ -97,10 +103,18 @@ class Apart:
         made = _Ran.apply(self, hole, fresh, graded, anchor, *operands) if fresh else ()
         if not any(graded):
             self.finish()
-        hole.give(made, ())
+        hole.give([*made, *self._left_behind(known)], ())
         found = parts.filled(self.given, made)
         self._hold()
         return found
+
+    def _left_behind(self, known: set[int]) -> Iterator[torch.Tensor]:
+        """Memory of the graph around for each other one that somebody holds now, such as a cache; it goes
+        with that."""
+        for key, tensor in _by_storage(self._reach()).items():
+            if key not in known:
+                self.left[tensor] = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8)
+                yield self.left[tensor]
 
     def _hold(self) -> None:
         """Hold the arguments as autograd does: nobody is to take these for handles of the user's."""
@@ -128,13 +142,20 @@ class Apart:
     def _recorded(self, **options: Any) -> list[torch.Tensor | None]:
         """Tell the graph of the call, which runs again as it ran; gradients of the operands."""
         copies, leaves = self._copied()
-        now, self.told = RandomState(self.given), True
+        now, held, self.told = RandomState(self.given), PythonState(self._reach()), True
         self.state.restore()
+        self.python.restore_state()  # what it has found in a cache, and not what it has left there
         with outside_all_modes():
             joint, gradients = record_run(self.fn, *unflatten(leaves, self.spec), **options)
+        held.restore_state()
         now.restore()
         self.tell(joint)
         return [gradients.get(id(t)) for t in copies if t.requires_grad]
+
+
+def _by_storage(reach: Sequence[Any]) -> dict[int, torch.Tensor]:
+    tensors = [t for t in reach if is_tensor(t) and t.layout is torch.strided and not wraps(t)]
+    return {storage_key(t): t for t in tensors}
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,4 +186,5 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return tensor.clone()
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
+    with outside_all_modes():  # the graph has no write here, as if the call itself had made it
+        return made.copy_(tensor)

@@ -28,7 +28,7 @@ _LOSSES += (_aten.binary_cross_entropy.default,)
 # oneDNN's LSTM, which leaves its backward a workspace.
 RNN = _aten.mkldnn_rnn_layer.default
 # What reads more bytes is not run to find out what it takes.
-MOST_RUN = 1 << 28
+MOST_RUN = 1 << 30
 
 
 def least_bytes(op: Any, operands: Sequence[Any], made: torch.Tensor) -> int:
