@@ -189,7 +189,7 @@ def test_products_that_sum_over_more_run_faster(triton):
     assert report.forward
     products = [kernel for kernel in report.forward.kernels if kernel.name == "aten.mm"]
     short, long = [product.flops / product.seconds for product in products]
-    assert short < long
+    assert short < long < 989e12  # an H100's in bfloat16
 
 
 @pytest.mark.slow

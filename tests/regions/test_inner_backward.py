@@ -69,9 +69,10 @@ def test_after_a_failure_inside_the_next_call_works() -> None:
 def pulled(x, w):
     """A step down an energy, whose gradient is one of tensors of its own."""
     with torch.enable_grad():
-        own = x.detach().requires_grad_()
-        down = torch.autograd.grad((own @ w.detach()).square().sum(), own)[0]
-    return torch.tanh(x @ w - 0.1 * down)
+        own, unread = x.detach().requires_grad_(), torch.ones(4, dtype=x.dtype, requires_grad=True)
+        energy = (own @ w.detach()).square().sum()
+        down, zero = torch.autograd.grad(energy, (own, unread), materialize_grads=True)
+    return torch.tanh(x @ w - 0.1 * down + zero)
 
 
 @pytest.mark.parametrize("around", ["", "region", "scan"])
