@@ -14,7 +14,14 @@ import torch
 from torch import nn
 from torch.func import vmap
 
-from remat import RematError, is_recomputing, remat, save_matmuls, save_nothing
+from remat import (
+    RematError,
+    is_recomputing,
+    remat,
+    save_everything,
+    save_matmuls,
+    save_nothing,
+)
 from tests.helpers import LiveBytes, rand, same, unseen
 
 
@@ -263,3 +270,23 @@ def test_what_other_threads_take_meanwhile_stays_taken() -> None:
     layer = Layer()
     remat(layer.forward)(rand(3, 4).requires_grad_()).sum().backward()
     assert layer.work.empty()
+
+
+def test_what_a_region_inside_holds_is_no_value_of_the_one_around() -> None:
+    """The outer one has kept in the forward what the inner one makes from `x` when both run again."""
+    x, y = rand(3, 4).requires_grad_(), rand(3, 4)
+
+    def gradient(around: Callable[..., Any]) -> torch.Tensor:
+        h = x * 1
+
+        def function(a: torch.Tensor) -> torch.Tensor:
+            inner = around(lambda: torch.zeros_like(h).copy_(h).sin(), policy=save_nothing)()
+            factor = a * 2
+            factor.data = factor.data.sin()
+            return factor * inner
+
+        return torch.autograd.grad(
+            around(function, policy=save_everything | save_nothing)(y).square().sum(), x
+        )[0]
+
+    same(gradient(remat), gradient(lambda fn, **_: fn))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,9 +134,8 @@ class Rerun:
     def _freed(self) -> list[tuple[torch.UntypedStorage, Any]]:
         """The memories from outside that it frees and fills, with what is known of how it has found them."""
         frame, found = self.frame, {}
-        for at, held in frame.held.items() if frame.freed else ():
-            root, tensor = frame.tape.outside[at].root, held.packed if held.unpack is None else held.given()
-            if root not in frame.freed or root in found or tensor is None:
+        for root, tensor in self._outside() if frame.freed else ():
+            if root not in frame.freed or root in found:
                 continue
             if (memory := memory_of(tensor)) is not None:
                 found[root] = memory, frame.freed[root]
@@ -222,9 +222,22 @@ class Rerun:
         return alias
 
     def _made_inside(self, tensor: torch.Tensor, at: int) -> bool:
-        """Whether a region inside now holds what it has made itself in the forward: a cache has it since."""
-        number, packed = self.absent().number_of(tensor), self.frame.tape.saved_values
-        return number is not None and (at >= len(packed) or packed[at][0] != number)
+        """Whether a region inside now holds what it has made itself in the forward (a cache has it since), or
+        had from this one then: what this one keeps it need not make from its operands."""
+        number, tape = self.absent().number_of(tensor), self.frame.tape
+        wanted = tape.saved_values[at][0] if at < len(tape.saved_values) else None
+        if number is not None or wanted is None:
+            return number is not None and wanted != number
+        place, lies = tape.root_of(wanted), storage(tensor)
+        outside = [root for root, known in self._outside() if storage(known) == lies]
+        return bool(outside) and place not in outside
+
+    def _outside(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The memories from outside and tensors there."""
+        for at, held in self.frame.held.items():
+            tensor = held.packed if held.unpack is None else held.given()
+            if tensor is not None:
+                yield self.frame.tape.outside[at].root, tensor
 
     def _check(self, at: int, tensor: torch.Tensor) -> None:
         if self.frame.region.determinism_check == "none":
