@@ -244,7 +244,7 @@ def constants_written_viewed_and_drawn(m, x, y):
     return (scores @ x @ m.w) * table.exp() * torch.rand(4, dtype=x.dtype).cos() + large[:4] * x.sin()
 
 
-@program("", "nests scans captures")
+@program("", "nests scans captures", found="vmap_hessian/nothing vmap_hessian/none")
 def loops_that_return_what_they_capture(m, x, y):
     made = x.tanh()
     scanned = SCAN(lambda h: made, y @ m.w, 2, 1) + SCAN(lambda h: R(lambda a, b: b)(h, made), y, 2, "all")

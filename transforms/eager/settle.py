@@ -214,12 +214,7 @@ def hold_kept(frame: Frame, recorder: Recorder, out: Any) -> None:
         )
         held |= held_values({at: kept[at] for at in kept if at not in held}, frame.region.name, pairs, hooks)
         frame.kept = {at: held[at] for at in kept}
-
-        def roots() -> set[int | None]:
-            numbers = map(recorder.bound, results)
-            return {None if number is None else frame.tape.root_of(number) for number in numbers}
-
-        frame.store = sent_away(frame.kept, frame.tape, roots)
+        frame.store = sent_away(frame.kept, recorder, results)
         if hooks is not None:
             _tell_numbers(frame.kept, recorder)
     if recorder.parent is not None or frame.inputs.hooks is not None:

@@ -334,9 +334,7 @@ class Recorded:
         )
         self.absent = may_be_absent(recorder, outs)
         self.kept = {at: recorder.kept[at] for at, runs in self.needs.live.items() if not runs}
-        self.store = (
-            sent_away(self.kept, tape, lambda: {recorder.root(t) for t in outs}) if self.kept else None
-        )
+        self.store = sent_away(self.kept, recorder, outs) if self.kept else None
         holds(self)
 
     def memories(self) -> Iterator[int]:
@@ -441,7 +439,8 @@ def plain_checks(tape: Tape, needs: RecomputeSteps) -> list[Check | None]:
 
 def may_be_absent(recorder: Recorder, outs: Sequence[torch.Tensor]) -> Callable[[], Absent]:
     """What a second run of the function may leave out, found when a run differs."""
-    tape, results = recorder.tape, {recorder.number(t) for t in outs}
+    # (Not `number`: what is unknown by now is none of the tape, which an earlier call may have written.)
+    tape, results = recorder.tape, {n for t in outs if (n := recorder.bound(t)) is not None}
     values = [(t, n) for t, n in recorder.living_values() if n >= 0]
     # Of what has a history only autocast's casts of leaves are handed from region to region.
     casts = {n for _, n in values if tape.nodes[tape.makers[n]].optional}

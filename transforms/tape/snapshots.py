@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -141,18 +141,19 @@ def but_written(kept: dict[int, Any], tape: Tape) -> dict[int, Any] | None:
     return {at: value for at, value in kept.items() if at not in written} if written else None
 
 
-def sent_away(kept: dict[int, Any], tape: Tape, roots: Callable[[], set[int | None]]) -> Store | None:
-    """What of the kept values is on its way to the host, None for nothing; `roots`: where results lie.
+def sent_away(kept: dict[int, Any], recorder: Any, results: Iterable[torch.Tensor]) -> Store | None:
+    """What of the kept values is on its way to the host, None for nothing; `results`: what the caller gets.
 
     The caller may write to the results, into memory that is perhaps still being sent. An alias that autograd
-    made of something, which lies in None, may be of anything.
+    made of something, which has no number, may be of anything.
     """
     away = {at: value for at, value in kept.items() if any(True for _ in away_in(value))}
     if not away:
         return None
-    lie = roots()
+    tape, numbers = recorder.tape, list(map(recorder.bound, results))
+    lie = {tape.root_of(number) for number in numbers if number is not None}
     for at, value in away.items():
-        if None in lie or tape.nodes[at].root in lie:
+        if None in numbers or tape.nodes[at].root in lie:
             for parcel in away_in(value):
                 parcel.parcel.wait()
     return Store(kept)

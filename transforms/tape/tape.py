@@ -482,7 +482,8 @@ def let_go(recorder: Any) -> list[Given]:
 
     Those may be what Python made of its own random numbers: another run may make others."""
     given, tape = list[Given](), recorder.tape
-    for at, (t, known) in enumerate(zip(recorder.outside, tape.outside, strict=True)):
+    # (A tape that was followed may know more of them, which no op has read: something was detached.)
+    for at, (t, known) in enumerate(zip(recorder.outside, tape.outside, strict=False)):
         memory, before = memory_of(t), recorder.snapshots.get(known.root)
         small = type(t) is torch.Tensor and memory is not None and 0 < t.nbytes <= SMALL
         alias = untracked(t.detach) if small and at >= tape.arguments and not t.requires_grad else None
