@@ -49,7 +49,6 @@ class _Active(threading.local):
     place: str | None = None  # the user's line of the op that runs again, for those
     untracked = False
     aside = False  # whether what runs only says how the results of an op on wrappers lie
-    refused = 0  # the `id` of the last exception by which hooks of the user's refused a value
     without_policy = False
     seeding = False  # whether the op that runs draws a seed
     travelling: str | None = None  # where what runs brings a value, "host" or "device"
@@ -98,6 +97,7 @@ class Mode(DispatchMode):
     tape: Tape
     records = False  # whether it watches a forward
     reruns = False  # whether it watches one of which the function runs again
+    refused = False  # whether hooks of the user's have refused a value, by an exception
     # The level of torch.func that differentiates what it watches: 0 for plain autograd below vmaps.
     level: int | None = None
     parent: Mode | None = None  # what records or replays around it
@@ -361,8 +361,9 @@ def packed_by(hook: Callable[..., Any], tensor: torch.Tensor) -> Any:
     """
     try:
         return untracked(hook, tensor)
-    except BaseException as error:
-        active.refused = id(error)
+    except BaseException:
+        for mode in recordings():
+            mode.refused = True
         raise
 
 

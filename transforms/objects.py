@@ -61,6 +61,8 @@ class _Layout:
             self.table = None  # the first look in a thread runs the class's own `__init__`
         members = [m for base in line if "__slots__" in names_of(base) for m in names_of(base).values()]
         self.slots = tuple([m for m in members if type(m) is types.MemberDescriptorType])
+        if issubclass(kind, BaseException):
+            self.slots += (vars(BaseException)["args"],)
         self.base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
 
 

@@ -32,6 +32,7 @@ from remat.transforms.closure import (
     Bindings,
     Missed,
     anew,
+    broken_off,
     captured,
     known_around,
     places_of,
@@ -246,6 +247,12 @@ def _run_eager(
             found = [*found, missed.tensor]
             random.restore()  # what the broken-off run drew is drawn again
             continue
+        except Exception as error:
+            roots, known = (roots, error), {*map(id, reach)}
+            left = [t for t in reached(*roots) if is_tensor(t) and id(t) not in known]
+            if again and left:
+                broken_off(spec.name, roots, left, again)
+            raise
         if again:
             _refuse_stored(body, spec, init, rows, roots, {id(value) for value in reach}, again)
         return unflatten(end, spec.carry.spec), step.stacked(ys) if condition is None else None

@@ -54,7 +54,7 @@ def region_in_a_vmapped_one(m, x, y):
     return vmap(around)(torch.stack([y, x]), torch.stack([x, x])).sum(0)
 
 
-@program("", "nests python")
+@program("", "nests python", found="grad_grad/nothing third/matmuls")
 def ends_by_an_exception(m, x, y):
     """What leaves with it has derivatives."""
 

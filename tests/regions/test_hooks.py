@@ -310,3 +310,32 @@ def test_other_ops_in_the_recomputation_are_told(run):
 
     with pytest.raises(RematError, match="does not repeat its forward"):
         run(remat(region), X)
+
+
+def test_what_leaves_a_region_that_hooks_have_broken_off_has_no_backward():
+    """Told in words. What leaves by another raise of that exception, or of one with its id, has derivatives.
+
+    Python gives the id of one that is gone to another.
+    """
+    left, error = list[torch.Tensor](), ValueError()
+
+    def refuse(tensor):
+        raise error
+
+    def breaks(x):
+        left.append(x.sin().exp())
+        with torch.autograd.graph.saved_tensors_hooks(refuse, lambda t: t):
+            remat(torch.tanh)(x * 2)
+
+    def ends(x):
+        left.append(x.sin().exp())
+        raise error
+
+    x = X.clone().requires_grad_()
+    for region in breaks, ends:
+        with pytest.raises(ValueError):
+            remat(region)(x)
+    (made,) = torch.autograd.grad(left.pop().sum(), x)
+    same(made, X.cos() * X.sin().exp())
+    with pytest.raises(RematError, match="broken off"):
+        left.pop().sum().backward()

@@ -286,3 +286,44 @@ def test_a_result_that_a_step_reads_keeps_its_gradient(name: str) -> None:
         return [out, *torch.autograd.grad(out.square().sum(), [x, model.w], allow_unused=True)]
 
     same([t for t in run(True) if t is not None], [t for t in run(False) if t is not None])
+
+
+class Early(Exception):
+    """Ends a function, with what was made until then."""
+
+
+LEAVES: dict[str, Any] = {
+    "argument": (lambda box, error, h: setattr(error, "args", (h,)), lambda box, error: error.args[0]),
+    "attribute": (lambda box, error, h: setattr(error, "made", [h]), lambda box, error: error.made[0]),
+    "stored": (lambda box, error, h: setattr(box, "made", h), lambda box, error: box.made),
+}
+
+
+@pytest.mark.parametrize("where", LEAVES)
+@pytest.mark.parametrize("way", ["grad", "grad of grad", "scan"])
+def test_what_is_left_by_an_exception_has_derivatives_or_refuses_them(where: str, way: str) -> None:
+    leave, read = LEAVES[where]
+
+    def loss(x: torch.Tensor, around: Any = lambda f: f) -> torch.Tensor:
+        box = SimpleNamespace()
+
+        def ends(x: torch.Tensor) -> torch.Tensor:
+            error = Early()
+            leave(box, error, x.sin().exp())
+            raise error
+
+        try:
+            return around(ends)(x)
+        except Early as early:
+            return (read(box, early).cos() * x).sum()
+
+    once, x = lambda *around: grad(lambda x: loss(x, *around)), rand(3)  # noqa: E731
+    if way == "grad":
+        same(once(remat)(x), once()(x))
+        return
+    around, run = remat, lambda *around: grad(lambda x: once(*around)(x).sum())(x)
+    if way == "scan":
+        around, run = scanned, lambda *around: torch.autograd.grad(loss(x.requires_grad_(), *around), x)
+    same(loss(x, around), loss(x))
+    with pytest.raises(RematError, match="ended by an exception"):
+        run(around)

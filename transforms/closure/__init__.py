@@ -35,6 +35,7 @@ from remat.transforms.closure.paths import (
 from remat.transforms.closure.stored import (
     Stored,  # what one call of a region stores where it does not return it
     anew,  # tensors in reach beside known ones, if they carry a derivative or a batch
+    broken_off,  # have what a function leaves in an exception, or has stored until then, refuse derivatives
     made_for,  # the tensors that results that are no pytrees hold
     places_of,  # where a function, or what it leads to, holds tensors, given their ids
     refuse_derivatives,  # have tensors that a function has stored refuse derivatives

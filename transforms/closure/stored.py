@@ -105,6 +105,15 @@ def _without_grads(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def broken_off(who: str, roots: Any, left: Iterable[torch.Tensor], anchors: Iterable[torch.Tensor]) -> None:
+    """Have tensors that a function leaves in an exception, or has stored until then, refuse derivatives."""
+    said = (
+        f"{who} has ended by an exception. What it had made until then, and left in the exception or "
+        "elsewhere, has no derivatives here. Return it instead, or catch the exception inside."
+    )
+    refuse_derivatives(roots, left, anchors, said)
+
+
 def refuse_derivatives(
     roots: Any, stored: Iterable[torch.Tensor], anchors: Iterable[torch.Tensor], said: str
 ) -> None:
@@ -116,7 +125,15 @@ def refuse_derivatives(
             others[id(tensor)] = Lost(said)
         else:
             others[id(tensor)] = untracked(Refusing.apply, plain, said, *anchors)
-    hold([(*at, _with_others(value, others)) for *at, value in places_of(roots, others)])
+    places = places_of(roots, others)
+    if _unplaced(others, places):
+        raise RematError(said)
+    hold([(*at, _with_others(value, others)) for *at, value in places])
+
+
+def _unplaced(ids: Iterable[int], places: list[Place]) -> bool:
+    """Whether one of these tensors is where nothing can take its place."""
+    return any(all(_with_others(value, {at: None}) is value for *_, value in places) for at in ids)
 
 
 class Lost:
@@ -181,8 +198,7 @@ class Stored:
         self.graded = [_is_graded(t) for t in tensors]
         self.before, self.bindings = dict[int, Any](), Bindings(())
         self.places = places_of(roots, self.ids)
-        places = [value for *_, value in self.places]
-        if any(all(_with_others(value, {at: None}) is value for value in places) for at in self.ids):
+        if _unplaced(self.ids, self.places):
             raise RematError(
                 f"region {name!r} stores or returns a tensor where nothing can take its place (a set, an "
                 "object of C). Under torch.func its gradient would be lost. Return the tensor itself."

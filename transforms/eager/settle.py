@@ -125,11 +125,11 @@ def _prints(frame: Frame, recorder: Recorder, out: Any) -> list[Fingerprint] | N
 def broken_off(frame: Frame, recorder: Recorder, error: BaseException) -> None:
     """An exception ends the forward: settle what ran until then, for values may leave with the exception, or
     lie in a module."""
-    settled = False
+    frame.tape, settled = recorder.tape, False
     try:
         # The user's exception goes on. Should a value be asked for after all, that raises.
         with contextlib.suppress(Exception):
-            if isinstance(error, Exception) and id(error) != active.refused:
+            if isinstance(error, Exception) and not recorder.refused:
                 recorder.start_recording()
                 frame.tape = recorder.tape
                 settle(frame, recorder, None)

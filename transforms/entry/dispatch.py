@@ -18,7 +18,9 @@ from remat.transforms.closure import (
     ClosureConversion,
     Missed,
     Stored,
+    anew,
     as_operand,
+    broken_off,
     captured,
     known_around,
     made_for,
@@ -377,6 +379,7 @@ def _as_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any])
             elif "would mutate a captured Tensor" in str(error) and not region.cache.writes_operands:
                 region.cache.writes_operands = True
             else:
+                attempt.broken_off(error)
                 raise
         _leave_out(begun)
         # What the broken-off run wrote to memory is written again, and what it drew is drawn again. What
@@ -479,6 +482,13 @@ class FlatCall:
             self.stored.put(stored)
         self.operands = []
         return out
+
+    def broken_off(self, error: Exception) -> None:
+        """An exception ends the call: what leaves with it belongs to levels that are gone."""
+        roots = self.region.function, *self.others, error
+        left = [] if self.known is None else anew(reached(*roots), self.known)
+        if left:
+            broken_off(f"region {self.region.name!r}", roots, left, self.operands)
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.family.ambient.casts:
