@@ -311,6 +311,12 @@ FLIPS = {
         {"determinism_check": "exact"},
         "aten.mul",
     ),
+    "parts of other sizes": (
+        lambda x: x.sin().exp() * shrinks(torch.ones(3))[1].sum(),
+        lambda x: x.sin().exp() * shrinks(torch.ones(3))[1].sum(),
+        {},
+        "remat_tests.shrinks",
+    ),
     "another number": (
         lambda x: (x.sum() * 1.0).sin() * x.exp().sin(),
         lambda x: (x.sum() * 2.0).sin() * x.exp().sin(),
@@ -373,17 +379,17 @@ def test_exact_check_finds_an_op_that_gives_other_numbers_in_plain_autograd():
 
 
 @torch.library.custom_op("remat_tests::shrinks", mutates_args=())
-def shrinks(x: torch.Tensor) -> torch.Tensor:
+def shrinks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Twice the same call gives results of two sizes."""
     TIMES[0] += 1
-    return x[: 2 + TIMES[0] % 2].clone()
+    return x.sum(), x[: 2 + TIMES[0] % 2].clone()
 
 
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x: shrinks(x.detach()).sin() * x[:1].exp(),
-        lambda x: (shrinks(x.detach()) + x[: 2 + TIMES[0] % 2]).sin().exp(),
+        lambda x: shrinks(x.detach())[1].sin() * x[:1].exp(),
+        lambda x: (shrinks(x.detach())[1] + x[: 2 + TIMES[0] % 2]).sin().exp(),
     ],
     ids=["saved", "read"],
 )

@@ -248,6 +248,14 @@ def test_a_weights_gradient_is_added_up_step_by_step(args, graphs):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("rows", "tables"), [(4, 1), (3, 0)])
+def test_constants_that_a_block_holds_take_a_quarter_of_an_operand(rows, tables, graphs):
+    step = lambda h, _: (h * torch.arange(8.0).cos(), None)  # noqa: E731
+    scan_remat(step, torch.ones(rows, 8), length=SIZE, compile=True)
+    assert ops(graphs[-1])["once"] == tables
+
+
+@pytest.mark.slow
 def test_a_hook_that_a_module_gets_later():
     net, x = torch.nn.Linear(4, 4), torch.ones(4)
     scanned = lambda: scan_remat(lambda h, _: (net(h), None), x, length=3, compile="aot_eager")[0]  # noqa: E731

@@ -103,17 +103,22 @@ def test_one_op_each_way_and_one_compiled_step_whatever_the_length():
     assert [graph["tanh"] for graph in short if graph not in outer] == [BLOCK, 0]
 
 
-def test_a_kept_product_runs_once_where_the_carry_is_the_only_result():
+@pytest.mark.parametrize("passed_on", [False, True])
+def test_a_kept_product_runs_once_where_the_carry_is_the_only_result(passed_on):
+    """A part of the carry that a step hands on is there anyway; what is kept after it serves as before."""
     w, backend = torch.eye(D, dtype=torch.float64).requires_grad_(), Counting()
 
     def loss(w):
-        step = lambda h, _: (torch.tanh((h @ w).sin()), None)  # noqa: E731
+        def step(carry, _):
+            *same, h = carry
+            return (*same, torch.tanh((h @ w).sin() * sum(same, 1.0))), None
+
         h, options = torch.ones(1, D, dtype=torch.float64), {"checkpoints": "all", "policy": save_matmuls}
-        return scan_remat(step, h, length=BLOCK, **options)[0].sum()
+        return scan_remat(step, (2 * h, h) if passed_on else (h,), length=BLOCK, **options)[0][-1].sum()
 
     torch.autograd.grad(compiled(loss, backend)(w), w)
-    # Of each step's product the two of its gradient, and not the product itself.
-    assert backend.graphs[-1]["mm"] == 2 * BLOCK
+    # Of each step's product the two of its gradient, and neither the product itself nor the next carry.
+    assert (backend.graphs[-1]["mm"], backend.graphs[-1]["tanh"]) == (2 * BLOCK, 0)
 
 
 def test_no_recompilation():

@@ -296,10 +296,10 @@ def unmarked(fn: Any) -> Any | None:
     """
     found = None
     # A wrapper that copies a marked function's attributes does more than that one.
-    while getattr(fn, "__globals__", {}).get("__name__") == "torch._higher_order_ops.invoke_subgraph":
-        inner = getattr(fn, "__marked_compile_region_fn__", None)
-        if inner is None:
-            break
+    while (
+        getattr(fn, "__globals__", {}).get("__name__") == "torch._higher_order_ops.invoke_subgraph"
+        and (inner := getattr(fn, "__marked_compile_region_fn__", None)) is not None
+    ):
         fn = found = inner
     return found
 

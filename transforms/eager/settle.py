@@ -228,9 +228,7 @@ def _tell_numbers(kept: dict[int, Any], recorder: Recorder) -> None:
         mode: Any = recorder
         while at in mode.op_in_parent and mode.parent.records:
             at, mode = mode.op_in_parent[at], mode.parent
-            if at >= len(nodes := mode.tape.nodes):
-                break
-            for number, held in enumerate(flatten(value)[0], nodes[at].first):
+            for number, held in enumerate(flatten(value)[0], mode.tape.nodes[at].first):
                 if isinstance(held, Held):
                     held.known = (*held.known, (weakref.ref(mode), number))
 

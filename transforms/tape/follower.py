@@ -347,8 +347,8 @@ class TraceFollower(Recorder):
     def offer(self, at: int, value: Any, op: Any) -> None:
         expected = self.expected
         if expected is not None:
-            node = expected.nodes[at] if at < len(expected.nodes) else None
-            if node is not None and node.op is op and node.verdict != RECOMPUTE:
+            node = expected.nodes[at]
+            if node.op is op and node.verdict != RECOMPUTE:
                 if at in self.expected_kept and at not in self.kept:
                     self.kept[at] = value
                 return

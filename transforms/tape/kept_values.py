@@ -176,7 +176,7 @@ class KeptValues(Mode):
     def offer(self, at: int, value: Any, op: Any) -> None:
         """A region inside keeps the result of op `at` of this one: then it is kept for this one too."""
         nodes = self.tape.nodes
-        if at < len(nodes) and nodes[at].op is op and at not in self.kept:
+        if nodes[at].op is op and at not in self.kept:
             self.kept[at] = value
             self.tape.offered.add(at)
             nodes[at].verdict = SAVE

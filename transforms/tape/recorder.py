@@ -684,7 +684,7 @@ class Recorder(KeptValues):
             at = mode.tape.makers[number] if number >= 0 else -1
             there, parent = mode.op_in_parent.get(at), mode.parent
             mode.bind(tensor, number)
-            if there is None or not parent.records or there >= len(parent.tape.nodes):
+            if there is None or not parent.records:
                 return
             number += parent.tape.nodes[there].first - mode.tape.nodes[at].first
             mode = parent
