@@ -141,7 +141,7 @@ def attention_in_torchs_checkpoint(m, x, y):
     return checkpoint(layer, x, use_reentrant=False)
 
 
-@program("", "nests scans")
+@program("", "nests scans", found="backward/half")
 def tiles_of_a_region(m, x, y):
     return TILED(R(lambda x, w: m.lin(x).sin() @ w, "matmuls"), x.exp(), w=m.w.cos(), tiles=3) * y
 

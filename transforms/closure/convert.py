@@ -369,7 +369,7 @@ def _carrier(strays: dict[int, torch.Tensor]) -> torch.Tensor | None:
     return None
 
 
-_DETACH = torch.ops.aten.detach.default
+_DETACH, _DEVICE = torch.ops.aten.detach.default, torch.ops.prim.device.default
 
 
 class StrayWatch(DispatchMode):
@@ -391,6 +391,8 @@ class StrayWatch(DispatchMode):
                 self._add(unwrapped(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return func(*args)  # a tensor without data is asked by an op, which regions inside do
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor):
                 self.met.add(id(value))
