@@ -154,12 +154,12 @@ class _Counted(transfer.Lane):
         self.ledger.sent += host.nbytes
         return host, None
 
-    def fetch(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+    def fetch(self, host: Tensor, into: Tensor) -> tuple[Tensor, Any]:
         ledger = self.ledger
         ledger.fetched += host.nbytes
         ledger.unread += host.nbytes
         ledger.ahead = max(ledger.ahead, ledger.unread)
-        tensor, _ = super().fetch(host, device)
+        tensor, _ = super().fetch(host, into)
         return tensor, [host.nbytes]
 
     def arrived(self, tensor: Tensor, mark: Any) -> Tensor:

@@ -46,9 +46,9 @@ class Late(transfer.Lane):
         self.hosts.append(weakref.ref(host))
         return host, self._later(host, tensor)
 
-    def fetch(self, host: Tensor, device: torch.device) -> tuple[Tensor, int]:
+    def fetch(self, host: Tensor, into: Tensor) -> tuple[Tensor, int]:
         self.log.append(f"fetch {_size(host)}")
-        tensor = torch.full_like(host, torch.nan)
+        tensor = into.fill_(torch.nan)
         self.unread.append(weakref.ref(tensor))
         self.most = max(self.most, len(self.waiting()))
         return tensor, self._later(tensor, host)

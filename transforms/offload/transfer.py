@@ -58,9 +58,9 @@ class Lane:
         """A copy in host memory, made where the device computes: what it computes next comes after."""
         return self.send(tensor)[0]
 
-    def fetch(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
-        """A copy on the device of a tensor that was sent."""
-        return torch.empty_like(host, device=device).copy_(host), None
+    def fetch(self, host: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A copy of a tensor that was sent, on the device in the tensor `into`."""
+        return into.copy_(host), None
 
     def finish(self) -> None:
         """Have the host wait for all that was asked for, so that it may read what was sent."""
@@ -92,9 +92,8 @@ class StreamLane(Lane):
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
-    def fetch(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
-        tensor = torch.empty_like(host, device=device)
-        return tensor, self._copy(tensor, host, tensor)
+    def fetch(self, host: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return into, self._copy(into, host, into)
 
     def finish(self) -> None:
         self.stream.synchronize()
@@ -187,11 +186,16 @@ def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
         return lane(tensor).copied(tensor)
 
 
-def to_device(host: torch.Tensor, device: torch.device) -> Copy:
-    """Begin to copy a tensor that was sent from `device` back: once it has come to the host."""
+def to_device(host: torch.Tensor, device: torch.device, stride: Any = None) -> Copy:
+    """Begin to copy a tensor that was sent from `device` back, once it has come to the host; `stride` has its
+    gaps, if it had any."""
     by = lane(host, device)
     with scoped(travelling="device"):
-        copy, mark = by.fetch(host, device)
+        if stride is None:
+            into = torch.empty_like(host, device=device)
+        else:
+            into = host.new_empty_strided(host.shape, stride, device=device)
+        copy, mark = by.fetch(host, into)
     return Copy(copy, by, mark)
 
 
@@ -259,7 +263,7 @@ class Parcel:
         """Begin to bring it back for so many values."""
         self.takers = takers
         if self.fetched is None and self.sent is not None:
-            self.fetched = to_device(self.host, self.device)
+            self.fetched = self._coming()
 
     def take(self) -> torch.Tensor:
         """What was sent on its device, fetched now if it was not before."""
@@ -269,11 +273,16 @@ class Parcel:
             raise RematError(written("a region with inputs='offload'", now))
         if self.sent is None:
             return self.host
-        fetched = self.fetched or to_device(self.host, self.device)
+        fetched = self.fetched or self._coming()
         self.takers -= 1
         if self.takers <= 0:
             self.fetched = None
         return fetched.arrived()
+
+    def _coming(self) -> Copy:
+        # Kernels add in another order where a tensor lies otherwise. What was expanded comes without gaps.
+        kept = type(self.host) not in _PLAIN or 0 in self.stride or self.stride == self.host.stride()
+        return to_device(self.host, self.device, None if kept else self.stride)
 
     def drop(self) -> None:
         """Let go of the copy on the device."""
