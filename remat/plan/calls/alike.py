@@ -16,8 +16,6 @@ from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph
 from remat.plan.joint import Joint, Shell, left_out, record, shell_of, tensors_given
 from remat.policies import Policy
-from remat.transforms import tree_leaves
-from remat.transforms.closure import PythonState, reached
 from remat.transforms.compat import in_transform, running_node
 from remat.transforms.entry import under_hooks
 
@@ -79,14 +77,10 @@ class Regions:
 
     def _result(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a region returns, which is noted."""
-        # A look inside of a look leaves a cache filled, which the call itself is to find as it was.
-        before = PythonState(reached(fn, *tree_leaves((args, kwargs))))
         every = graph = self.graph(fn, args, kwargs)
-        before.restore_state()
         at, gone = len(self.found), ((), 0)
         if at < len(self.present) and (ends := self.present[at]) is not None:
             graph = _from(ends, every, fn, args, kwargs)
-            before.restore_state()
             gone = ends[1], _only_in(every.joint, graph.joint)
         shell = _shell(every, fn, args, kwargs)
         self.note(fn, graph, tuple([k for k, meta in enumerate(shell.fresh) if meta.grad]), gone)
@@ -135,7 +129,7 @@ class Regions:
 
     def graph(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         """The graph of a call, from one like it where there is one."""
-        graph = graph_of(fn, args, kwargs)
+        graph = graph_of(fn, args, kwargs, restored=True)
         self._graphs[id(graph)] = graph
         return graph
 
@@ -155,7 +149,7 @@ def _from(
 
     def made() -> Graph:
         options: dict[str, Any] = {"present": ends[0], "gone": ends[1], "lie": ends[2]}
-        joint = looked(lambda *_: record(fn, args, kwargs, **options), fn, args, kwargs)
+        joint = looked(lambda *_: record(fn, args, kwargs, **options), fn, args, kwargs, restored=True)
         return Graph(joint, graph.alone, every=graph if ends[1] else None)
 
     return graph.solved.made(("from", ends), made)

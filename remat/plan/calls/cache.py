@@ -80,16 +80,19 @@ forget_when_priced(_forget)
 
 
 def graph_of(
-    fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    restored: bool = False,
 ) -> Graph:
     """The joint graph of a call, traced once for all calls that look alike.
 
-    Under functorch levels: the graph of what they run at the bottom.
+    Under functorch levels: the graph of what they run at the bottom. `restored`: as in `looked`.
 
     Raises:
         NotOnFakes: the function needs data.
     """
-    return _Call(fn, args, kwargs or {}).graph()
+    return _Call(fn, args, kwargs or {}, restored).graph()
 
 
 @dataclass
@@ -198,8 +201,10 @@ def _seen(call: _Call, name: str, otherwise: str) -> Graph | None:
 class _Call:
     """A call as planners see it."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.fn, self.args, self.kwargs = fn, args, kwargs
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], restored: bool = False
+    ) -> None:
+        self.fn, self.args, self.kwargs, self.restored = fn, args, kwargs, restored
         # Below a region around, what is captured may belong to levels that are not in force here.
         captured = captured_at_levels(fn) if in_transform() or swapping() else ()
         self.peeled = peel(args, kwargs, captured) if in_transform() or captured else None
@@ -283,7 +288,7 @@ class _Call:
         return self._look(lambda reach: self._recorded() if reach.once is None else None)
 
     def _look(self, make: Callable[[Reach], Any]) -> Any:
-        return looked(make, self.fn, self.args, self.kwargs)
+        return looked(make, self.fn, self.args, self.kwargs, restored=self.restored)
 
     def _recorded(self) -> Graph:
         if self.peeled is None:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from remat._core import Reach, isolating
 from remat.transforms import RematError
+from remat.transforms.closure import PythonState, reached
 from remat.transforms.compat import (
     fakes_watched,
     functions_as_they_are,
@@ -62,11 +63,18 @@ def _take_out(reach: Reach, modes: list[Any]) -> None:
         reach.without(made)
 
 
-def looked(make: Callable[[Reach], T], *roots: Any) -> T:
-    """What `make` makes of a look."""
+def looked(make: Callable[[Reach], T], *roots: Any, restored: bool = False) -> T:
+    """What `make` makes of a look.
+
+    `restored`: the call itself follows, and is to find the caches as they were.
+    """
     with looking(*roots) as reach:
+        before = PythonState(reached(*roots)) if restored else None
         # Context variables that are set inside are set there alone.
-        return contextvars.copy_context().run(make, reach)
+        made = contextvars.copy_context().run(make, reach)
+        if before is not None:
+            before.restore_state()
+        return made
 
 
 def _one_sequence_a_row() -> contextlib.AbstractContextManager[Any]:
