@@ -8,11 +8,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from remat.transforms import BoundedCache, span
+from remat.transforms import BoundedCache, map_only, span
 
 # What C++ asks of every fake tensor.
 DEVICE: Any = torch.ops.prim.device.default
-_empty: Any = torch.ops.aten.empty_strided.default
+_aten = torch.ops.aten
+_empty: Any = _aten.empty_strided.default
+# Kernels of these write a contiguous gradient. Torch's rules for tensors without data give it the strides of
+# an operand (2.11 to 2.14): what comes after would copy where no run does, or the other way round.
+_CONTIGUOUS: frozenset[Any] = frozenset(
+    getattr(_aten, f"{name}_backward").default
+    for name in ("native_layer_norm", "glu", "mse_loss", "smooth_l1_loss", "huber_loss")
+)
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 _BY_VALUE = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -30,6 +37,10 @@ def asking_nobody(function: Any) -> Any:
     made = types.FunctionType(function.__code__, inside, function.__name__, function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+def _contiguous(fake: torch.Tensor) -> torch.Tensor:
+    return fake if fake.is_contiguous() else _aten.new_empty.default(fake, fake.shape)
 
 
 class _Unknown(Exception):
@@ -67,6 +78,8 @@ class Repeats:
         before = self._counts()
         out = func(*args, **kwargs)
         after = self._counts()
+        if func in _CONTIGUOUS:
+            out = map_only(torch.Tensor, _contiguous, out)
         # One answer from torch's cache, and none that it could not give.
         if before is not None and after == (before[0] + 1, *before[1:]):
             self._learn(func, key, out, fakes)

@@ -734,6 +734,30 @@ def handing_on(self, x):
     return x.square().mean()
 
 
+def residual(self, x):
+    return x + self.net(x)
+
+
+def turned(self, x):
+    """The gradient that comes back is turned, and so are those of all blocks: what views one is a copy."""
+    for block in self.blocks:
+        x = block(x)
+    return F.conv1d(x.transpose(1, 2), self.blocks[0].net[1].weight[:32, :, None]).square().mean()
+
+
+def turned_back(self, x):
+    """Gradients of turned operands that kernels write contiguous; without data torch has them turned."""
+    for block in self.blocks:
+        x = F.layer_norm(block(x).transpose(1, 2), (24,), torch.ones(24)).transpose(1, 2)
+    return x.square().mean()
+
+
+def compared_turned(self, x):
+    for block in self.blocks:
+        x = block(x)
+    return F.mse_loss(x.transpose(1, 2), torch.zeros(4, 32, 24))
+
+
 def cast(self, x):
     """Autocast's cache holds the casts of weights until the forward ends."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -832,6 +856,9 @@ KINDS = {
     "autocast": (lambda: of(cast, Row)(FeedForward), 0.001),
     "a loss": (lambda: of(compared, Row)(FeedForward), 0.001),
     "rearranged": (lambda: of(handing_on, Row)(of(rearranged)), 0.001),
+    "turned": (lambda: of(turned, Row)(of(residual)), 0.001),
+    "compared turned": (lambda: of(compared_turned, Row)(of(residual)), 0.001),
+    "turned back": (lambda: of(turned_back, Row)(of(residual)), 0.001),
     "written beside": (lambda: Row(Gru), 0.003),
     "checkpointed": (Checkpointed, 0.001),
     "checkpointed in part": (lambda: Row(of(partly)), 0.001),

@@ -14,13 +14,15 @@ from remat._overrides import standing_for
 from remat.plan.calls.cache import graph_of
 from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph
-from remat.plan.joint import Joint, Shell, left_out, record, shell_of, tensors_given
+from remat.plan.joint import Joint, Shell, left_out, lies_of, record, shell_of, tensors_given
 from remat.policies import Policy
 from remat.transforms.compat import in_transform, running_node
 from remat.transforms.entry import under_hooks
 
 # Under this a graph remembers what calls of its kind return.
 _SHELL = "what calls return"
+# And how the gradients of arguments lie, by how those of its results do.
+_LIES = "how gradients lie"
 
 
 @dataclass
@@ -84,7 +86,10 @@ class Regions:
             gone = ends[1], _only_in(every.joint, graph.joint)
         shell = _shell(every, fn, args, kwargs)
         self.note(fn, graph, tuple([k for k, meta in enumerate(shell.fresh) if meta.grad]), gone)
-        return left_out(shell, args, kwargs)
+        lies = every.solved.made(_LIES, lambda: dict([lies_of(every.joint)]))
+        begun, ends = lies_of(graph.joint)
+        lies[begun] = ends
+        return left_out(shell, lambda begun: lies.get(begun, ends), args, kwargs)
 
     def around(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joint:
         """The graph of `fn(*args, **kwargs)` with the regions left out that are met in it."""
@@ -103,16 +108,15 @@ class Regions:
 
     def narrowed(self, outside: Joint) -> bool:
         """Learn which gradients come back, and how they lie; whether to meet the regions again with that."""
-        if self.present:
-            return False
-        for met, hole in zip(self.found, outside.holes, strict=False):
+        before = self.present or [None] * len(self.found)
+        self.present = [*before]
+        for at, (met, hole) in enumerate(zip(self.found, outside.holes, strict=False)):
             # A record of its own begins with the results in trees: not with those in objects and functions.
-            begun = [value.stride for value in met.graph.joint.values if value.origin == "tangent"]
-            lie = [outside.values[v].stride for v in hole.cotangents]
-            others = begun != lie or not set(met.graded).issubset(hole.present)
-            ends = hole.present, hole.gone, tuple(lie)
-            self.present.append(ends if others and hole.backward >= 0 else None)
-        return any(ends is not None for ends in self.present)
+            lie = tuple([outside.values[v].stride for v in hole.cotangents])
+            others = lies_of(met.graph.joint)[0] != lie or not set(met.graded).issubset(hole.present)
+            if others and hole.backward >= 0:
+                self.present[at] = hole.present, hole.gone, lie
+        return self.present != before
 
     def note(
         self,

@@ -13,6 +13,7 @@ from remat.plan.joint.holes import (
     Shell,  # what a call returns, without data
     is_held,  # whether somebody else holds a tensor among arguments
     left_out,  # the results of a call that is left out of the graph around
+    lies_of,  # how the gradients of a call lie
     shell_of,  # what a call returns, by a run on fake tensors
     tensors_given,  # the tensors among arguments, each once
 )

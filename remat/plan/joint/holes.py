@@ -10,7 +10,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -241,15 +241,34 @@ def _metas(fresh: Sequence[torch.Tensor]) -> list[_Meta]:
     return found
 
 
-def left_out(shell: Shell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The results of a call that is left out of the graph around."""
+Strides = tuple[tuple[int, ...], ...]
+
+
+def lies_of(joint: Joint) -> tuple[Strides, dict[int, tuple[int, ...]]]:
+    """The strides of the gradients that a backward begins with, and of those it ends in, by their inputs."""
+    begun = tuple([value.stride for value in joint.values if value.origin == "tangent"])
+    ends = zip(joint.differentiated, joint.gradients, strict=True)
+    return begun, {v: joint.values[g].stride for v, g in ends}
+
+
+def left_out(
+    shell: Shell,
+    lies: Callable[[Strides], dict[int, tuple[int, ...]]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The results of a call that is left out of the graph around.
+
+    `lies`: the strides of the arguments' gradients, by number, from those of the results' gradients.
+    """
     given = tensors_given(args, kwargs)
     hole = Opened(around.get(), given)
     # Parameters inside give the results a gradient, too.
     anchor = torch.empty(0, requires_grad=any(meta.grad for meta in shell.fresh))
     hole.begin(anchor)
-    operands = [t for t in given if t.requires_grad]
-    made = _Left.apply(hole, shell.fresh, anchor, *operands) if shell.fresh else ()
+    operands = {k: t for k, t in enumerate(given) if t.requires_grad}
+    at = lies, tuple(operands)
+    made = _Left.apply(hole, shell.fresh, at, anchor, *operands.values()) if shell.fresh else ()
     made = [_Alone.apply(hole.watched(k), t) if t.requires_grad else t for k, t in enumerate(made)]
     hole.give(made, [t for t, meta in zip(made, shell.fresh, strict=True) if meta.stays])
     return shell.parts.filled(given, made)
@@ -336,25 +355,34 @@ class _Alone(torch.autograd.Function):
 class _Left(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hole: Opened, fresh: Sequence[_Meta], anchor: torch.Tensor, *operands: torch.Tensor
+        ctx: Any,
+        hole: Opened,
+        fresh: Sequence[_Meta],
+        lies: Any,
+        anchor: torch.Tensor,
+        *operands: torch.Tensor,
     ) -> Any:
         made: list[torch.Tensor] = []
         for meta in fresh:
             made.append(hole.made_of(meta, made))
         ctx.mark_non_differentiable(*[t for t, m in zip(made, fresh, strict=True) if not m.grad])
         ctx.set_materialize_grads(False)
-        ctx.hole = hole
+        ctx.hole, ctx.lies = hole, lies
         ctx.like = [(t.shape, _dense(t.shape, t.stride()), t.dtype, t.device) for t in operands]
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         ctx.hole.come_back(cotangents)
+        of, places = ctx.lies
+        lie = of(tuple([t.stride() for t in cotangents if t is not None]))
         found = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device) if wanted else None
-            for (shape, stride, dtype, device), wanted in zip(ctx.like, ctx.needs_input_grad[3:], strict=True)
+            torch.empty_strided(shape, lie.get(at, stride), dtype=dtype, device=device) if wanted else None
+            for at, (shape, stride, dtype, device), wanted in zip(
+                places, ctx.like, ctx.needs_input_grad[4:], strict=True
+            )
         ]
-        return (None, None, None, *found)
+        return (None, None, None, None, *found)
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
