@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from remat import RematError, remat
+from remat import RematError, checkpoint_policy, remat
 from remat.policies import save_matmuls, save_nothing, save_ops
 from tests.helpers import rand, same
 
@@ -101,3 +101,26 @@ def test_a_parameter_that_is_written_to_with_gradients_beside_a_transform_is_tor
     for call in (fn, remat(fn)):
         with pytest.raises(RuntimeError):
             call(rand(3, 4).requires_grad_())
+
+
+class Named(torch.Tensor):
+    """A class of the user's without a dispatch of its own."""
+
+
+@pytest.mark.parametrize("policy", [save_nothing, checkpoint_policy(budget="1MiB", cost="flops")], ids=repr)
+@pytest.mark.parametrize("kind", [torch.Tensor, Named])
+def test_a_part_is_written_and_all_of_it_read(kind, policy):
+    """Of a tensor without data, too, as a budget's look has them."""
+
+    def layer(x, part, whole):
+        with torch.no_grad():
+            part.add_(x.mean() * torch.arange(3.0))
+        return x.sin() * whole.clone()
+
+    def found(region, **options):
+        x, mean = rand(3, 4).requires_grad_(), rand(4).as_subclass(kind)
+        outer = region(lambda x, mean: region(layer)(x, mean[1:], mean) * 1.5, **options)
+        (got,) = torch.autograd.grad(outer(x, mean).sum().as_subclass(torch.Tensor), x)
+        return got.as_subclass(torch.Tensor), mean.as_subclass(torch.Tensor)
+
+    same(found(remat, policy=policy), found(lambda fn: fn))

@@ -27,6 +27,7 @@ from remat.transforms.offload import Elsewhere, Store, away_in
 from remat.transforms.ops import (
     address,
     hands_out,
+    has_strides,
     lying_as,
     memory_of,
     metadata,
@@ -182,12 +183,12 @@ class Snapshot:
     def __init__(self, tensor: torch.Tensor, unread: bool = False) -> None:
         self.version, self.layout = version_of(tensor), None
         self.size: tuple[int, torch.device] | None = None
-        memory = memory_of(tensor) if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+        memory = memory_of(tensor) if _has_memory(type(tensor)) else None
         if unread and memory is not None:
             self.memory, self.tensor, self.size = None, None, (memory.nbytes(), memory.device)
             self.layout = tensor.storage_offset(), tensor.shape, tensor.stride()
         elif memory is None or tensor.is_meta or not memory_is_real():
-            self.memory, self.tensor = None, tensor.detach().clone()
+            self.memory, self.tensor, self.layout = None, tensor.detach().clone(), _lies(tensor)
         else:
             self.memory, self.tensor = memory.clone(), None
             self.layout = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -244,7 +245,8 @@ class Snapshot:
         """What `like`, a tensor in the memory that was copied, was."""
         if self.memory is None:
             assert self.tensor is not None
-            return self.tensor
+            # Without data a view of another part is as good as any other of its shape.
+            return self.tensor if _lies(like) == self.layout else torch.empty_like(like)
         empty = torch.empty(0, dtype=like.dtype, device=like.device)
         there = memory_of(like)
         if there is not None and self.layout is not None and self.memory.nbytes() < there.nbytes():
@@ -257,6 +259,15 @@ class Snapshot:
         if self.memory is None:
             return [] if self.tensor is None else [self.tensor]
         return [octets(self.memory)]
+
+
+def _has_memory(kind: type) -> bool:
+    """Whether tensors of a class are memory, as torch's own; one with its own dispatch may wrap others."""
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+def _lies(tensor: torch.Tensor) -> Any:
+    return (tensor.storage_offset(), tensor.shape, tensor.stride()) if has_strides(tensor) else None
 
 
 class Contents:
