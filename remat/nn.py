@@ -17,7 +17,16 @@ from remat._blocks import LayerError as LayerError, Layers as Layers, fitting, r
 from remat._core import described
 from remat._region import ModuleView
 from remat.policies import Policy, PolicyLike, policy_given, save_nothing
-from remat.transforms import RematError, blank, names_of, set_class, subclass, subclasses, unannounced
+from remat.transforms import (
+    RematError,
+    blank,
+    laid_out_as,
+    names_of,
+    set_class,
+    subclass,
+    subclasses,
+    unannounced,
+)
 
 __all__ = ["apply", "regions", "remove"]
 
@@ -185,7 +194,7 @@ class Region(torch.nn.Module):
         return _blank, (self._remat_class,), self.__dict__
 
     def __repr__(self) -> str:
-        return f"remat({super().__repr__()}, policy={self._remat_settings['policy']!r})"
+        return f"remat({self._remat_class.__repr__(self)}, policy={self._remat_settings['policy']!r})"
 
 
 def _region_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -202,7 +211,7 @@ def _region_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         return remat(self._remat_forward, **self._remat_settings)(*args, **kwargs)  # type: ignore[call-overload]
 
     about = {"forward": forward, "_remat_forward": cls.forward, "_remat_class": cls}
-    return subclass(cls, Region, about)
+    return subclass(cls, laid_out_as(cls, Region), about)
 
 
 def _blank(cls: type[torch.nn.Module]) -> torch.nn.Module:

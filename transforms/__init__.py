@@ -56,6 +56,7 @@ from remat.transforms.objects import (
     is_module,  # whether an object is a module
     is_tensor,  # whether an object is a tensor
     items,  # what a container holds, of a dict the values
+    laid_out_as,  # a mixin whose subclasses have the memory layout of a class
     length,  # how many items a container has, whatever its class says
     modules_in,  # modules and those in them
     name_of,  # the qualified name of a class, past its metaclass

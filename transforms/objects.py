@@ -272,6 +272,23 @@ def subclass(cls: type, mixin: type, about: dict[str, Any]) -> type:
     return made
 
 
+def laid_out_as(cls: type, mixin: type) -> type:
+    """The mixin of subclasses of `cls` that its instances may have as their class: another than `mixin` if a
+    base without memory of its own (`abc.ABC`, `Generic`) comes first."""
+    kind, first = cls, cls.__base__
+    while first is not None and _memory(kind) == _memory(first):
+        kind, first = first, first.__base__
+    if first in (None, object) or _memory(first) != _memory(object):
+        return mixin
+    own = {name: value for name, value in names_of(mixin).items() if name not in ("__dict__", "__weakref__")}
+    # (`Generic` refuses to be a base without parameters, by what was written as bases.)
+    return type.__new__(type(first), mixin.__name__, (first, mixin), own | {"__orig_bases__": ()})
+
+
+def _memory(cls: Any) -> tuple[int, int, int, int]:
+    return cls.__basicsize__, cls.__itemsize__, cls.__dictoffset__, cls.__weakrefoffset__
+
+
 def subclasses(cls: type) -> list[type]:
     """The classes that derive from `cls` itself and are alive."""
     return type.__subclasses__(cls)

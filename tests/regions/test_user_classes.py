@@ -3,6 +3,7 @@
 import abc
 import copy
 import pickle
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import remat
 from tests.helpers import same
 
 HAPPENED: list[str] = []
+T = TypeVar("T")
 
 
 class Plain(nn.Module):
@@ -125,7 +127,18 @@ class OfDict(nn.Module, dict):
         return torch.tanh(self.linear(x))
 
 
+class AbstractFirst(abc.ABC, Plain):
+    def __repr__(self):
+        return "AbstractFirst()"
+
+
+class GenericFirst(Generic[T], Plain):
+    pass
+
+
 MAKERS = {
+    "abc first": lambda: AbstractFirst(),
+    "generic first": lambda: GenericFirst(),
     "new with arguments": lambda: WithArguments(width=3),
     "singleton": lambda: Single(),
     "registry": lambda: Labelled(),
@@ -154,6 +167,7 @@ def test_nothing_of_the_class_runs(kind, way):
     assert isinstance(region, cls)
     assert type(region).__name__ == cls.__name__
     assert type(region).__qualname__ == cls.__qualname__
+    assert repr(region).startswith("remat(" + cls.__name__)
     if way == "apply_to":
         assert type(remat.nn.remove(region)) is cls
     assert HAPPENED == []
