@@ -19,6 +19,12 @@ from remat.transforms.compat import profiling
 _LIBRARIES = ("aten.convolution", "aten._fft_", "aten.mkldnn_rnn_layer")
 # (Of half precision, and of complex numbers.)
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+# Kernels that copy an operand which is not contiguous (those of images may let channels come last).
+_COPYING = (
+    *("aten._softmax", "aten._log_softmax", "aten.native_layer_norm", "aten.native_group_norm"),
+    *("aten.max_pool", "aten.avg_pool", "aten.adaptive_", "aten.reflection_pad", "aten.replication_pad"),
+    *("aten.im2col", "aten.index_select", "aten._cdist"),
+)
 _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _FLOPS = 1e10  # and more are not run to find that out
 _seen: BoundedCache[str, int] = BoundedCache(4096)
@@ -37,7 +43,11 @@ def workspace(joint: Joint, op: Op) -> int:
         given = [values[one.id] if isinstance(one, Ref) else one for one in op.args]
         return gpu_workspace(op.target, given, made)
     plain = not made or made[0].dtype in (torch.float32, torch.float64)
-    if not op.name.startswith(_LIBRARIES if plain else (*_LIBRARIES, *_PRODUCTS)):
+    families = (*_LIBRARIES, *(() if plain else _PRODUCTS))
+    like = [torch.empty_strided(values[v].shape, values[v].stride, device="meta") for v in op.reads]
+    if not all(one.is_contiguous() for one in like):
+        families = (*families, *_COPYING)
+    if not op.name.startswith(families):
         return 0
     size = sum(values[v].bytes for v in (*op.reads, *op.outputs))
     if kind == "cpu" and size <= MOST_RUN and flops_of(joint, op) <= _FLOPS:
