@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
-from remat import remat, save_matmuls, save_nothing, scan_remat, while_remat
+from remat import RematError, remat, save_matmuls, save_nothing, scan_remat, while_remat
 from tests.helpers import crossed, rand
 
 POLICIES = [save_nothing, save_matmuls]
@@ -53,14 +53,20 @@ def test_an_inference_tensor_as_operand(way, policy):
     """Features of a frozen encoder, captured and passed."""
     with torch.inference_mode():
         feature, captured = rand(3, 3, seed=2) * 1.0, rand(3, 3, seed=3) * 1.0
+        frozen, trained = (torch.nn.Parameter(rand(3, seed=4), requires_grad=flag) for flag in (False, True))
 
-    def head(p, z):
-        return ((p @ z).tanh() @ captured).sin()
+    def head(p, z, w=frozen):
+        return ((p @ z).tanh() @ captured * w).sin()
 
     region, run, x = remat(head, policy=policy), WAYS[way], rand(3)
     want = run(lambda p: head(p, feature), x)
     for _ in range(2):
         torch.testing.assert_close(run(lambda p: region(p, feature), x), want)
+    with pytest.raises(RematError, match="made in inference mode"):
+        run(lambda p: region(p, feature, trained), x)
+    with torch.inference_mode():
+        want = run(lambda p: head(p, feature, trained), x)
+        torch.testing.assert_close(run(lambda p: region(p, feature, trained), x), want)
 
 
 def test_an_inference_tensor_of_a_class_of_its_own_comes_as_such():

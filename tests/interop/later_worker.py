@@ -1,4 +1,4 @@
-"""One process of test_later: what ranks do with collectives in later calls; and HSDP."""
+"""One process of test_later: what ranks do with collectives in later calls and second runs; and HSDP."""
 
 import time
 from typing import Any
@@ -163,8 +163,46 @@ def hybrid() -> None:
                 model(torch.ones(4, 8)).sum().backward()
 
 
+class Partial(nn.Module):
+    """Blocks of which the last one's result is not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.left, self.calls, self.bends = [], [], True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(x))
+        x = self.first(x)
+        self.left[:] = [self.last(x)]
+        return x.sin() if self.bends else x
+
+
+def second_run() -> None:
+    """A second run ends in the last block, amid what gathers it: that stays gathered until the backward ends,
+    and no longer. Lists grow once, and a flag that is turned since is as it was."""
+    found = list[Any]()
+    for remade in (False, True):
+        model = Partial()
+        for part in (model.first, model.last, model):
+            fully_shard(part)
+        call = remat.remat(model.__call__) if remade else model
+        for _ in range(2):
+            out = call(torch.arange(8.0).view(2, 4).requires_grad_())
+            model.bends = not model.bends
+            out.square().sum().backward()
+        grads = [p.grad.full_tensor() for p in model.first.parameters()]  # type: ignore[union-attr]
+        groups = [part._get_fsdp_state()._fsdp_param_group for part in (model.first, model.last)]  # type: ignore
+        gathered = [t for group in groups for p in group.fsdp_params for t in p.all_gather_outputs]
+        found.append((grads, model.calls, [t.untyped_storage().nbytes() for t in gathered]))
+    (want, calls, sizes), (made, again, kept) = found
+    torch.testing.assert_close(made, want)
+    assert again == calls == [2, 2] and sizes == kept == [0] * len(sizes)
+
+
 # One rank alone in the last two: the second must not find what the first one said in vain.
-CHECKS = {"later": (alike, differing, other_ops, alone), "hybrid": (hybrid,)}
+CHECKS = {"later": (alike, differing, other_ops, alone), "hybrid": (hybrid,), "sharded": (second_run,)}
 
 
 def work(rank: int, path: str, size: int, which: str) -> None:

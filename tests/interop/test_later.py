@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "which"), [(2, "later"), (4, "hybrid")])
+@pytest.mark.parametrize(("size", "which"), [(2, "later"), (4, "hybrid"), (2, "sharded")])
 def test_processes(tmp_path, size, which):
-    """Two: later calls under tensor parallelism. Four: HSDP."""
+    """Two: later calls under tensor parallelism; second runs under FSDP2. Four: HSDP."""
     spawned(later_worker.work, (str(tmp_path / "store"), size, which), size)

@@ -758,23 +758,6 @@ def compared_turned(self, x):
     return F.mse_loss(x.transpose(1, 2), torch.zeros(4, 32, 24))
 
 
-class Crossing(nn.MultiheadAttention):
-    """Its attention copies the gradient that its backward begins with, since that is turned."""
-
-    def __init__(self):
-        super().__init__(32, 4, batch_first=True)
-
-    def forward(self, x, y):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x + super().forward(x, y, y, need_weights=False)[0]
-
-
-def crossed(self, x):
-    y = x * 2
-    for block in self.blocks:
-        x = block(x, y)
-    return x.square().mean()
-
-
 def cast(self, x):
     """Autocast's cache holds the casts of weights until the forward ends."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -873,7 +856,6 @@ KINDS = {
     "autocast": (lambda: of(cast, Row)(FeedForward), 0.001),
     "a loss": (lambda: of(compared, Row)(FeedForward), 0.001),
     "rearranged": (lambda: of(handing_on, Row)(of(rearranged)), 0.001),
-    "crossed": (lambda: of(crossed, Row)(Crossing), 0.001),
     "turned": (lambda: of(turned, Row)(of(residual)), 0.001),
     "compared turned": (lambda: of(compared_turned, Row)(of(residual)), 0.001),
     "turned back": (lambda: of(turned_back, Row)(of(residual)), 0.001),
@@ -891,28 +873,6 @@ def test_peaks_are_those_of_steps(kind):
     torch.manual_seed(0)
     make, rel = KINDS[kind]
     check(make(), torch.randn(4, 24, 32), rel=rel, cost="flops")
-
-
-COPIED = {
-    "softmax": lambda x: x.transpose(1, 2).softmax(-1),
-    "norm": lambda x: F.layer_norm(x.transpose(1, 2), (24,), torch.ones(24)),
-    "pooled": lambda x: F.max_pool2d(x.transpose(1, 2), 3, 1, 1),
-    "upsampled": lambda x: F.interpolate(x.view(4, 8, 24, 16), scale_factor=2),
-    "mask": lambda x: x * (x.detach() > 0),
-    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]),
-}
-
-
-def copied(kind):
-    """A block that widens, and sums what the function has made."""
-    return lambda self, x: x + COPIED[kind](self.net[1](x)).sum() * 1e-3
-
-
-@pytest.mark.parametrize("kind", COPIED)
-def test_peaks_have_what_kernels_copy(kind):
-    """Of operands that lie otherwise than a kernel of a CPU wants them, and of those of another dtype."""
-    report = remat.fit(Row(of(copied(kind)), 1), torch.randn(4, 24, 32), peak="1TiB", cost="flops")
-    assert report.measure().measured_bytes == pytest.approx(report.plain_bytes, rel=1e-3)
 
 
 def neighbours(self, x):

@@ -76,18 +76,13 @@ class Bindings:
         self.scripts = list(places_of.values()) if scripts else None
         self.others: tuple[list[Any], list[Any]] = [], []
         # Places that a tensor is in now: others are caches, which a recomputation finds filled.
-        for holder, keys, values in places(reach, parts) if states else ():
-            # In C: a long list is passed at every call.
-            tensors = map(issubclass, map(type, values), itertools.repeat(torch.Tensor))
-            found = [*itertools.compress(keys, tensors)]
-            holders, names = self.slots if is_a(holder, dict) else self.others
-            holders += [holder] * len(found)
-            names += found
+        found = [(at, _of_tensors(keys, now)) for at, keys, now in places(reach, parts)] if states else []
         for holder, keys in variables(reach, parts) if bound else ():
+            found.append((holder, [key for key in keys if not is_a(_held(holder, key), _NOT_BOUND)]))
+        for holder, keys in found:
             holders, names = self.slots if is_a(holder, dict) else self.others
-            found = [key for key in keys if not is_a(_held(holder, key), _NOT_BOUND)]
-            holders += [holder] * len(found)
-            names += found
+            holders += [holder] * len(keys)
+            names += keys
         self.near = self._now()
 
     def _where(self) -> Iterator[tuple[Any, Any]]:
@@ -155,6 +150,11 @@ class Bindings:
                 set_scripted((module, name), tensor)
 
 
+def _of_tensors(keys: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    # In C: a long list is passed at every call.
+    return [*itertools.compress(keys, map(issubclass, map(type, values), itertools.repeat(torch.Tensor)))]
+
+
 class Noted:
     """What was held where, to be put back: by containers and classes, and in single places of others.
 
@@ -192,17 +192,19 @@ class PythonState(Noted):
     the caller has emptied stay empty, and lists grow once.
 
     Attributes, modules' tables, items of dicts, lists, sets and deques, variables. What threads share
-    (queues, events, loggers) is theirs, too.
+    (queues, events, loggers) is theirs, too; where parameters are `sharded`, those are of who gathers them.
     """
 
-    def __init__(self, reach: Iterable[Any]) -> None:
+    def __init__(self, reach: Iterable[Any], sharded: bool = False) -> None:
         super().__init__()
         reach = [value for value in reach if not is_tensor(value)]
         shared = [v for v in reach if type(v).__module__.split(".")[0] in _OF_THREADS]
         apart = {id(part) for value in shared for part in (value, *held(value))}
         reach = [value for value in reach if id(value) not in apart]
         parts = parts_of(reach)
-        tables = [t for part in parts for t in tables_of(part)] + [attributes(v) for v in (*parts, *reach)]
+        tables = [t for part in parts for t in tables_of(part)[sharded:]] + [
+            attributes(v) for v in (*parts, *reach)
+        ]
         found = [*tables, *[v for v in reach if container_of(v) in (dict, list, set, deque)]]
         for value in found:
             if value is not None:
@@ -382,6 +384,8 @@ _NO_CONTAINERS = (*_ATOMS, torch.Tensor, torch.nn.Module)
 # What is noted elsewhere; and caches that are empty yet, which a recomputation finds filled.
 _NOT_BOUND = (torch.Tensor, type(None))
 _LIBRARIES = ("torch", "remat")  # whose own variables are no user's
+# What FSDP2's hooks have found out is theirs: they gather in one of the passes only.
+_OF_HOOKS = "torch.distributed._composable", "torch.distributed.fsdp"
 
 _MOST, _FEW = 100_000, 100
 _WALKED = (torch.Tensor, torch.Generator, list, tuple, dict, deque)
@@ -442,6 +446,8 @@ def _inside(value: Any) -> Iterable[Any]:
         return value.__self__, value.__func__
     if issubclass(kind, torch.nn.Module):
         return _inside_module(value)
+    if type(made_in := names_of(kind).get("__module__")) is str and made_in.startswith(_OF_HOOKS):
+        return ()
     if issubclass(kind, functools.partial):
         func, args, keywords = [part(value) for part in _PARTS]
         return func, *items(args), *items(keywords), *held(value)

@@ -18,6 +18,8 @@ from torch.nn.modules import module as _modules
 from torch.utils import _pytree as torch_pytree  # noqa: F401  (its registry of containers has no public access)
 from torch.utils._python_dispatch import _disable_current_modes
 
+from remat.transforms.errors import RematError
+
 # -- ambient state ------------------------------------------------------------------------------------
 # What torch.set_grad_enabled calls, without an object for the way back.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -92,8 +94,13 @@ def ordinary(values: Iterable[Any], leaves: bool = False) -> list[Any]:
 def _ordinary(tensor: torch.Tensor, leaf: bool) -> torch.Tensor:
     if not tensor.is_inference():
         return tensor.detach() if leaf else tensor
+    if tensor.requires_grad and torch.is_grad_enabled() and not leaf:
+        raise RematError(
+            "a tensor that was made in inference mode and requires gradients reaches a scan, or a region "
+            "under torch.func. Autograd saves none. Make it outside of inference mode, or pass a clone."
+        )
     if (
-        type(tensor) is not torch.Tensor
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
         or tensor.layout is not torch.strided
         or tensor.is_conj()
         or tensor.is_neg()

@@ -73,11 +73,9 @@ class Inputs:
         if self.region.preserve_rng_state and self.random is None:
             self.random = RandomState(self.tensors, self.kinds, of=of)
 
-    def note_surroundings(self, bound: bool) -> None:
-        """Note what a run of the function itself needs besides its arguments.
-
-        `bound`: also what its variables and attributes are bound to."""
-        self.bindings = Bindings(reached(self.region.function), bound=bound and not self.ambient.captured)
+    def note_surroundings(self) -> None:
+        """Note what a run of the function itself needs besides its arguments."""
+        self.bindings = Bindings(reached(self.region.function), bound=not self.ambient.captured)
         self.swap = innermost()
         self.originals = [weakref.ref(t) for t in self.tensors]
 

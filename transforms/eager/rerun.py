@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.transforms.closure import Bindings, PythonState, reached, standing_in
+from remat.transforms.closure import PythonState, reached, standing_in
 from remat.transforms.compat import pop_hooks, set_grad_enabled, unseen
 from remat.transforms.context import run_innermost, untracked
 from remat.transforms.eager.saved import hook
@@ -85,9 +85,7 @@ class Rerun:
                 held.get(inputs, at)
         inner, frame.inner = frame.inner, 0
         # What the function stores is stored by its forward; a later call may have stored other things since.
-        # (What FSDP2's hooks have found out stays: they gather in one of the passes only.)
-        reach = reached(frame.region.function)
-        stored = Bindings(reach, states=True) if frame.tape.sharded else PythonState(reach)
+        stored = PythonState(reached(frame.region.function), frame.tape.sharded)
         self.values, self.count = {}, 0
         again = [*frame.raw, *(self._written() if frame.tape.loose and not self._fetches else ())]
         self.lent = {storage(tensor) for tensor, _ in again}

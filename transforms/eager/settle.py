@@ -27,7 +27,6 @@ from remat.transforms.tape import (
     Reachability,
     RecomputeSteps,
     Recorder,
-    Replaced,
     held_values,
     may_be_absent,
     read_for_shape,
@@ -50,7 +49,9 @@ def settle(frame: Frame, recorder: Recorder, out: Any) -> None:
     recorder.share_around()
     recorder.tell_saved()
     frame.freed = recorder.freed()
-    frame.raw, frame.replaced = recorder.raw_writes(), but_unmet(recorder)
+    frame.raw = recorder.raw_writes()
+    # What nothing has read of memory that a tensor had before is let go of.
+    frame.replaced = tuple([r if r.met else r._replace(before=None) for r in recorder.replaced])
     wanted, needs = _needed(frame, recorder, outs)
     if needs.must_rerun and frame.late:
         frame.hold_late()  # a second run of the function is told of no more than the first
@@ -70,7 +71,7 @@ def settle(frame: Frame, recorder: Recorder, out: Any) -> None:
         ]
         frame.take(recorder, held.union(needs.outside, range(tape.arguments), written))
         frame.residuals = None
-        frame.inputs.note_surroundings(bound=not tape.sharded)
+        frame.inputs.note_surroundings()
         frame.rerun = Rerun(needs, may_be_absent(recorder, ()), _prints(frame, recorder, out))
     else:
         frame.program = program = Program(tape, needs, wanted)
@@ -147,11 +148,6 @@ def drop(frame: Frame) -> None:
     frame.recorder = frame.late = frame.residuals = frame.program = frame.rerun = frame.store = None
     frame.kept, frame.held, frame.spare, frame.random, frame.snapshots = {}, {}, {}, {}, {}
     frame.direct, frame.raw, frame.replaced, frame.freed = {}, [], (), {}
-
-
-def but_unmet(recorder: Recorder) -> tuple[Replaced, ...]:
-    """The tensors that the function gives other memory; what nothing has read there before is let go of."""
-    return tuple([known if known.met else known._replace(before=None) for known in recorder.replaced])
 
 
 def steady(direct: dict[int, int], recorder: Recorder) -> dict[int, int]:
