@@ -29,6 +29,7 @@ mro: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
 names_of: Callable[[type], types.MappingProxyType[str, Any]] = vars(type)["__dict__"].__get__
 
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
+_ARGUMENTS = vars(BaseException)["args"]
 _ITEMS: dict[type, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values,
     list: list.__iter__,
@@ -59,10 +60,9 @@ class _Layout:
             self.table = _of_this_thread
         else:
             self.table = None  # the first look in a thread runs the class's own `__init__`
-        members = [m for base in line if "__slots__" in names_of(base) for m in names_of(base).values()]
-        self.slots = tuple([m for m in members if type(m) is types.MemberDescriptorType])
-        if issubclass(kind, BaseException):
-            self.slots += (vars(BaseException)["args"],)
+        named = [base for base in line if "__slots__" in names_of(base) or base is BaseException]
+        members = [m for base in named for m in names_of(base).values()]
+        self.slots = tuple([m for m in members if type(m) is types.MemberDescriptorType or m is _ARGUMENTS])
         self.base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from remat.transforms.compat import COMPILED_CODE, OpOverload, functions_as_they
 from remat.transforms.objects import attributes, is_tensor
 from remat.transforms.placeholders import Meta
 from remat.transforms.pytree import flatten
+
+V = TypeVar("V")
 
 # Ops that torch dispatches or not depending on grad mode, hooks and caches, and that compute nothing: the
 # forward and its recomputation may differ in them.
@@ -405,6 +407,32 @@ _STEPS = frozenset({"round", "floor", "ceil", "trunc", "sign", "sgn", "heaviside
 _STEPS |= {"bernoulli", "binomial", "poisson"}
 # They say where they took a value from, and take it there and then: no other op need read that.
 _TAKING = ("max_pool", "fake_quantize")
+
+
+class ByTensor(dict[int, tuple["weakref.ref[torch.Tensor]", V]]):
+    """Values by the ids of tensors. An id is reused once its tensor is gone, so each entry knows its own."""
+
+    def of(self, tensor: torch.Tensor) -> V | None:
+        """The value of a tensor, None where it has none."""
+        found = self.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def add(self, tensor: torch.Tensor, value: V) -> None:
+        self[id(tensor)] = weakref.ref(tensor), value
+
+    def living(self) -> Iterator[tuple[torch.Tensor, V]]:
+        """The tensors that are still there, in the order in which they were met."""
+        for ref, value in list(self.values()):
+            if (tensor := ref()) is not None:
+                yield tensor, value
+
+
+def grouped(keys: Iterable[Any]) -> dict[Any, list[int]]:
+    """The positions of each key."""
+    found = dict[Any, list[int]]()
+    for i, key in enumerate(keys):
+        found.setdefault(key, []).append(i)
+    return found
 
 
 class Decisions:

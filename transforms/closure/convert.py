@@ -48,6 +48,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import PAST_DISPATCH, active, node_of, notice
 from remat.transforms.errors import RematError
 from remat.transforms.objects import is_a, is_tensor, items
+from remat.transforms.ops import ByTensor
 from remat.transforms.pytree import flatten, smooth, tree_leaves, unflatten
 
 # How often a region starts over with one more captured tensor among its operands.
@@ -383,12 +384,12 @@ class StrayWatch(DispatchMode):
         super().__init__()
         self.outside: list[torch.Tensor] = []
         self.met: set[int] = set()
-        self._known: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._known: ByTensor[bool] = ByTensor()
         # Looks at tensors from outside, with those: regions inside hold what they read by a look.
-        self._looks: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._looks: ByTensor[torch.Tensor] = ByTensor()
         for tensor in known:
             if isinstance(tensor, torch.Tensor):
-                self._add(unwrapped(tensor))
+                self._known.add(unwrapped(tensor), True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
@@ -397,28 +398,24 @@ class StrayWatch(DispatchMode):
             if isinstance(value, torch.Tensor):
                 self.met.add(id(value))
                 if not self.knows(value) and func is not _DETACH:
-                    look = self._looks.get(id(value))
-                    value = value if look is None or look[0]() is not value else look[1]
-                    self._add(value)
+                    look = self._looks.of(value)
+                    value = value if look is None else look
+                    self._known.add(value, True)
                     self.outside.append(value)
         with functions_as_they_are():  # regions around would take it for a call of the function's
             out = func(*args, **(kwargs or {}))
         if func is _DETACH and not self.knows(args[0]):
-            self._looks[id(out)] = weakref.ref(out), args[0]  # it ends no derivative of the levels
+            self._looks.add(out, args[0])  # it ends no derivative of the levels
             return out
         made = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
         for value in made:
-            self._add(value)
+            self._known.add(value, True)
         made_inside(made)  # a backward inside makes tensors that no torch function tells of
         return out
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether an op has met this tensor, or made it."""
-        known = self._known.get(id(tensor))
-        return known is not None and known() is tensor
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        self._known[id(tensor)] = weakref.ref(tensor)
+        return self._known.of(tensor) is not None
 
 
 def _without_dead(tensor: torch.Tensor) -> torch.Tensor:

@@ -118,13 +118,13 @@ def refuse_derivatives(
     roots: Any, stored: Iterable[torch.Tensor], anchors: Iterable[torch.Tensor], said: str
 ) -> None:
     """Have tensors that a function has stored refuse the derivatives that `anchors` have."""
-    others = dict[int, Any]()
-    for tensor in stored:
-        plain = _without_grads(tensor)
-        if is_batched(plain) or in_forward_mode():  # by a level that is gone; or tangents would be asked now
-            others[id(tensor)] = Lost(said)
-        else:
-            others[id(tensor)] = untracked(Refusing.apply, plain, said, *anchors)
+    # (Batched by a level that is gone; or tangents would be asked now.)
+    others: dict[int, Any] = {
+        id(tensor): Lost(said)
+        if is_batched(plain := _without_grads(tensor)) or in_forward_mode()
+        else untracked(Refusing.apply, plain, said, *anchors)
+        for tensor in stored
+    }
     places = places_of(roots, others)
     if _unplaced(others, places):
         raise RematError(said)

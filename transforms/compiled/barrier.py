@@ -25,7 +25,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import recordings
 from remat.transforms.offload import Elsewhere, copied_to_host, lane, to_device
-from remat.transforms.ops import Traits, tensors_in
+from remat.transforms.ops import Traits, grouped, tensors_in
 from remat.transforms.sharded import Wrapper, local_tensors, wraps
 
 _library = torch.library.Library("remat", "FRAGMENT")
@@ -173,9 +173,7 @@ class Origins:
 
     def __init__(self, operands: Sequence[torch.Tensor]) -> None:
         self.count = len(operands)
-        self.given: dict[int, list[int]] = {}  # storage -> positions
-        for i, operand in enumerate(operands):
-            self.given.setdefault(graph_storage(operand), []).append(i)
+        self.given = grouped(map(graph_storage, operands))  # storage -> positions
         self.fenced: set[int] = set()
         # Storages of results that cannot be computed without a fenced operand.
         self.behind: set[int] = set()

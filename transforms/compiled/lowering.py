@@ -595,17 +595,9 @@ def is_view(node: Node) -> bool:
 
 def reads(nodes: Iterable[Node], made: Iterable[Node]) -> bool:
     """Whether any of these is computed from what was made."""
-    stack, targets = list(nodes), set(made)
-    start = min(targets)
-    seen: set[Node] = set()
-    while stack:
-        node = stack.pop()
-        if node in targets:
-            return True
-        if node not in seen and start < node:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return False
+    nodes, targets = list(nodes), set(made)
+    behind = _behind(nodes, min(targets))
+    return not targets.isdisjoint([*nodes, *(given for node in behind for given in node.all_input_nodes)])
 
 
 # Of a graph under way: how many calls that are still to be pulled back are given a node's value.

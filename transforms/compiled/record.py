@@ -40,6 +40,7 @@ from remat.transforms.ops import (
     Decisions,
     Traits,
     draws,
+    grouped,
     is_shape_arithmetic,
     metadata,
     targets,
@@ -91,9 +92,7 @@ class GraphRecord(KeptValues):
         self.draws: list[int] = []
         self.before: dict[int, torch.Tensor] = {}
         self.operands = list(operands)
-        self.given: dict[int, list[int]] = {}
-        for i, t in enumerate(operands):
-            self.given.setdefault(graph_storage(t), []).append(i)
+        self.given = grouped(map(graph_storage, operands))
         # Operands that lie in another one, of which `before` has a copy.
         self.together: dict[int, tuple[int, Aliasing]] = {}
         self.origins = Origins(operands)

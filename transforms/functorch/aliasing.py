@@ -27,6 +27,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import enclosing, node_of, untracked
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.functorch.primitive import cut_off
+from remat.transforms.ops import grouped
 from remat.transforms.tape import Recorder, Replay
 
 Tensors = Sequence[torch.Tensor]
@@ -138,13 +139,8 @@ class Aliasing:
         return found[i]
 
     def _learn(self, results: Tensors, operands: Tensors) -> None:
-        together: dict[int | None, list[int]] = {}
-        for i, tensor in enumerate(results):
-            together.setdefault(_memory(tensor), []).append(i)
+        together, given = grouped(map(_memory, results)), grouped(map(_memory, operands))
         together.pop(None, None)
-        given: dict[int | None, list[int]] = {}
-        for i, tensor in enumerate(operands):
-            given.setdefault(_memory(tensor), []).append(i)
         specs: list[AliasSpec | None] = [None] * len(results)
         for memory, group in together.items():
             left = _seen_in(specs, results, group, [(~i, operands[i]) for i in given.get(memory, ())])

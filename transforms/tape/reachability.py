@@ -52,10 +52,6 @@ class Reachability:
             nodes and nodes != self.everything for nodes in self.behind
         )
 
-    def idle_without(self, present: Sequence[int]) -> frozenset[int]:
-        """Nodes that no derivative of the results at `present` passes."""
-        return self.everything - frozenset().union(*[self.behind[i] for i in present])
-
     def idle_now(self) -> frozenset[int]:
         """Nodes that the backward pass under way does not reach from any result."""
         present = []
@@ -70,7 +66,7 @@ class Reachability:
         number = None if node is None else node._sequence_nr() - self.start
         if not any(number in self.behind[i] for i in present):
             present += [i for i, nodes in enumerate(self.behind) if number in nodes]
-        return self.idle_without(present)
+        return self.everything - frozenset().union(*[self.behind[i] for i in present])
 
 
 def _number(node: Any, start: int) -> int:

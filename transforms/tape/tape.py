@@ -19,6 +19,7 @@ import torch
 from remat.transforms.context import untracked
 from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import (
+    ByTensor,
     Traits,
     is_inexact,
     memory_of,
@@ -440,25 +441,8 @@ def nodes_behind(roots: list[Any], start: int, ends: Iterable[Any] = ()) -> Iter
         roots.extend([following for following, _ in node.next_functions])
 
 
-class ValueNumbering(dict[int, tuple["weakref.ref[torch.Tensor]", int]]):
-    """Numbers of tensor objects, by their ids.
-
-    An id is reused once its tensor is gone, so each entry knows its own.
-    """
-
-    def of(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor, None where it has none."""
-        found = self.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
-
-    def add(self, tensor: torch.Tensor, number: int) -> None:
-        self[id(tensor)] = weakref.ref(tensor), number
-
-    def living(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """The tensors that are still there, in the order in which they were met."""
-        for ref, number in list(self.values()):
-            if (tensor := ref()) is not None:
-                yield tensor, number
+class ValueNumbering(ByTensor[int]):
+    """Numbers of tensor objects."""
 
 
 class Given(NamedTuple):
