@@ -12,12 +12,6 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-def test_four_processes(tmp_path):
-    """FSDP2, tensor and sequence parallelism, on a mesh of two dimensions."""
-    spawned(layouts_worker.quick, (str(tmp_path / "store"),), 4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "layouts"),
     [
@@ -27,5 +21,6 @@ def test_four_processes(tmp_path):
 )
 def test_beside_torch(tmp_path, size, layouts):
     """Gradients are those without remat, bit for bit. Beside torch's checkpoint with the same verdicts no
-    more is kept, and what is sent is the same."""
+    more is kept, and what is sent is the same. FSDP2, tensor and sequence parallelism are on a mesh of two
+    dimensions."""
     spawned(layouts_worker.beside_torch, (str(tmp_path / "store"), size, layouts), size)

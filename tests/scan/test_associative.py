@@ -11,7 +11,7 @@ from torch.func import grad, hessian, jacrev, jvp, vmap
 
 import remat
 from remat import RematError, associative_scan_remat, scan_remat
-from tests.compiled import Graphs
+from tests.compiled import Graphs, compiled
 from tests.helpers import LiveBytes, Watched, same
 from tests.inside import trace_memory
 
@@ -173,7 +173,8 @@ def test_compiled_code_keeps_no_more():
     torch._dynamo.reset()
     n, width, item = 512, 32, 8
     a, b, _ = (t.requires_grad_() for t in given(n, width))
-    fn = torch.compile(lambda a, b: associative_scan_remat(combine, {"a": a, "b": b})["b"].square().sum())
+    loss = lambda a, b: associative_scan_remat(combine, {"a": a, "b": b})["b"].square().sum()  # noqa: E731
+    fn = compiled(loss, "aot_eager_decomp_partition")
     fn(a, b).backward()
     # The result, of which the square is made, and a carry for each of 8 chunks, not the rows where it lies.
     kept = trace_memory(lambda mark: (fn(a, b), mark())[0]).kept
