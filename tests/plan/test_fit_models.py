@@ -757,6 +757,18 @@ def compared_turned(self, x):
     return F.mse_loss(x.transpose(1, 2), torch.zeros(4, 32, 24))
 
 
+def joining(self, *parts):
+    """A block of all results before it, as those of a DenseNet: gradients of parts lie in one memory."""
+    return self.net(torch.cat(parts, -1).tanh().unflatten(-1, (len(parts), 32)).sum(2))
+
+
+def joined(self, x):
+    parts = [x]
+    for block in self.blocks:
+        parts.append(block(*parts))
+    return torch.cat(parts, 1).square().mean()
+
+
 def cast(self, x):
     """Autocast's cache holds the casts of weights until the forward ends."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -855,6 +867,7 @@ KINDS = {
     "autocast": (lambda: of(cast, Row)(FeedForward), 0.001),
     "a loss": (lambda: of(compared, Row)(FeedForward), 0.001),
     "rearranged": (lambda: of(handing_on, Row)(of(rearranged)), 0.001),
+    "joined": (lambda: of(joined, Row)(of(joining), 5), 0.001),
     "turned": (lambda: of(turned, Row)(of(residual)), 0.001),
     "compared turned": (lambda: of(compared_turned, Row)(of(residual)), 0.001),
     "turned back": (lambda: of(turned_back, Row)(of(residual)), 0.001),

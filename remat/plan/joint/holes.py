@@ -247,8 +247,9 @@ Strides = tuple[tuple[int, ...], ...]
 def lies_of(joint: Joint) -> tuple[Strides, dict[int, tuple[int, ...]]]:
     """The strides of the gradients that a backward begins with, and of those it ends in, by their inputs."""
     begun = tuple([value.stride for value in joint.values if value.origin == "tangent"])
-    ends = zip(joint.differentiated, joint.gradients, strict=True)
-    return begun, {v: joint.values[g].stride for v, g in ends}
+    ends = [(v, joint.values[g]) for v, g in zip(joint.differentiated, joint.gradients, strict=True)]
+    # Parts of one memory, such as those of what is joined, count once each.
+    return begun, {v: _dense(g.shape, g.stride) for v, g in ends if 0 not in g.stride}
 
 
 def left_out(
