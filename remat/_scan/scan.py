@@ -249,7 +249,7 @@ def _run_eager(
             continue
         except Exception as error:
             roots, known = (roots, error), {*map(id, reach)}
-            left = [t for t in reached(*roots) if is_tensor(t) and id(t) not in known]
+            left = [t for t in reached(*roots) if smooth(t) and id(t) not in known]
             if again and left:
                 broken_off(spec.name, roots, left, again)
             raise

@@ -44,7 +44,8 @@ def workspace(joint: Joint, op: Op) -> int:
         return gpu_workspace(op.target, given, made)
     plain = not made or made[0].dtype in (torch.float32, torch.float64)
     families = (*_LIBRARIES, *(() if plain else _PRODUCTS))
-    like = [torch.empty_strided(values[v].shape, values[v].stride, device="meta") for v in op.reads]
+    read = [values[v] for v in op.reads if len(values[v].stride) == len(values[v].shape)]  # none is sparse
+    like = [torch.empty_strided(one.shape, one.stride, device="meta") for one in read]
     if not all(one.is_contiguous() for one in like):
         families = (*families, *_COPYING)
     if not op.name.startswith(families):
