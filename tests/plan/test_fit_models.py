@@ -1055,6 +1055,25 @@ class Drops(nn.Module):
 
 
 @pytest.mark.slow
+class Forces(Row):
+    """A loss of the gradient of an energy, as force fields and PINNs have."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = super().forward(x)
+        return torch.autograd.grad(energy, x, create_graph=True)[0].square().mean()
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_a_backward_in_the_forward_is_refused(measure):
+    """The plan would be of the first backward alone: less than half of what the step takes."""
+    model = Forces(FeedForward)
+    with pytest.raises(RematError, match=r"calls a backward in its forward .* remat\.apply"):
+        remat.fit(model, torch.randn(4, 24, 32), peak="1GiB", measure=measure)
+    assert not remat.regions(model)
+    model(torch.randn(4, 24, 32)).backward()
+
+
 def test_layer_drop_is_reported_and_all_blocks_are_made_regions():
     model, x = Drops(), torch.randn(64, 32)
     random.seed(1)

@@ -22,6 +22,7 @@ from remat.plan.joint.packing import Packing
 from remat.plan.joint.stand_ins import on_fakes
 from remat.transforms import (
     ON_HEAP,
+    RematError,
     attributes,
     blank,
     container_of,
@@ -334,6 +335,14 @@ class Opened:
 
     def come_back(self, cotangents: tuple[Any, ...]) -> None:
         if self.recorder is not None:
+            if self.recorder.in_forward:
+                # What stands for its gradients has no derivatives, and its graph is of one backward.
+                raise RematError(
+                    "This step calls a backward in its forward (autograd.grad: forces, penalties, steps "
+                    "inside) that goes through its blocks. Plans of whole steps are of one backward. Choose "
+                    "what blocks keep: remat.apply(model, policy=save_nothing), or "
+                    "policy=checkpoint_policy(budget=0.5)."
+                )
             hole = self.recorder.holes[self.at]
             hole[3] = tuple([self.recorder.number(t) for t in cotangents if t is not None])
             hole[5] = tuple([at for at, t in enumerate(cotangents) if t is not None])
