@@ -90,7 +90,12 @@ class Changes(TorchFunctionMode):
         return out * 1.25 if func in self.OF else out
 
 
-# What may be around a step: around all of it, or around its forward alone.
+class OfUsers(torch.Tensor):
+    """A class of tensors without a dispatch of its own, as names of axes and units have them."""
+
+
+# What may be around a step: around all of it, or around its forward alone. With "class" what a model is given
+# and its buffers are of a class of the user's.
 AROUND: dict[str, Callable[[], Any]] = {"mode": Changes, "inference": torch.inference_mode}
 AROUND_FORWARD: dict[str, Callable[[], Any]] = {
     "mode forward": Changes,
@@ -174,11 +179,16 @@ class Pass:
         shape = step["rows"], *self.subject.shape
         both = torch.randn(2, *shape, generator=generator, dtype=self.dtype, device="cpu")
         x, y = [laid(t, step["layout"]) for t in both.to(library.device[0]).unbind(0)]
+        if self.around == "class":
+            x, y = x.as_subclass(OfUsers), y.as_subclass(OfUsers)
         return x.requires_grad_(step["requires"]), y
 
     def _prepare(self, step: dict[str, Any]) -> None:
         model = self.model
         model.zero_grad()
+        for module in model.modules() if self.around == "class" else ():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.as_subclass(OfUsers)
         for flag in step["flip"]:
             setattr(model, flag, not getattr(model, flag))
         if step["mode"] in ("train", "eval"):

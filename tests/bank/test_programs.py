@@ -89,6 +89,12 @@ def test_program_with_something_around(name: str) -> None:
     holds(BANK[name], AROUND[around][at // 5 % len(AROUND[around])], READY[at % len(READY)], around=around)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in NAMES if "buffers" in BANK[name].tags])
+def test_program_with_tensors_of_a_users_class(name: str) -> None:
+    holds(BANK[name], "backward", READY[number(name) % len(READY)], around="class")
+
+
 # (What runs again as a whole is told.)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
