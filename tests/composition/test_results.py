@@ -65,3 +65,46 @@ def test_a_write_into_what_is_differentiated() -> None:
         torch.testing.assert_close(transform(loss(remat))(X), transform(loss(lambda f: f))(X), rtol=0, atol=0)
     with pytest.raises(RematError, match="which is an argument that is differentiated"):
         loss(remat)(X.clone().requires_grad_())
+
+
+class Turned(torch.autograd.Function):
+    """What it is given, as gradient reversal of domain adaptation returns it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return -grads[0]
+
+
+def hooked(x):
+    out = x.view(-1)
+    out.register_hook(torch.neg)
+    return (out,)
+
+
+@pytest.mark.parametrize("fn", [lambda x: (Turned.apply(x),), lambda x: Turned.apply(x[1:]).chunk(2), hooked])
+@pytest.mark.parametrize("way", ["trained", "nested", "compiled"])
+def test_views_with_a_derivative_of_their_own(fn, way):
+    """A result that looks into an argument, and is pulled back by code of the user's."""
+    x, w = torch.linspace(-1, 1, 5), torch.linspace(1, 2, 5).requires_grad_()
+
+    def step(fn):
+        loss = lambda x, w: torch.cat([(out * k).sin() for k, out in enumerate(fn(x * w), 1)]).sum()  # noqa: E731
+        if way == "compiled":
+            torch._dynamo.reset()
+            compiled = torch.compile(lambda: loss(x, w), backend="aot_eager")
+            return torch.autograd.grad(compiled(), w)[0]
+        if way == "trained":
+            return torch.func.grad(loss)(x, w)
+        return torch.func.grad(lambda w: torch.func.grad(loss)(x, w).sum())(w.detach())
+
+    torch.testing.assert_close(step(remat(fn)), step(fn))

@@ -227,12 +227,13 @@ def _spec(part: torch.Tensor, base: torch.Tensor, number: int, order: tuple[int,
 
 def _follows(part: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether autograd, at every level, has the one for a view of the other, derivatives and all: not so for
-    what was detached, or looked at without gradients. (A dual number is a view of its primal.)"""
+    what was detached, looked at without gradients, has hooks, or came out of an `autograd.Function`. (A dual
+    number is a view of its primal.)"""
     if in_forward_mode() and untracked(has_tangent, part) != untracked(has_tangent, whole):
         return False
     while part.requires_grad == whole.requires_grad:
         # `whole` may be a leaf.
-        if part.requires_grad and (node_of(part) is None or cut_off(whole)):
+        if part.requires_grad and (node_of(part) is None or cut_off(whole) or _own_derivative(part, whole)):
             return False
         wrapped = is_wrapped(part)
         if wrapped != is_wrapped(whole):
@@ -241,6 +242,19 @@ def _follows(part: torch.Tensor, whole: torch.Tensor) -> bool:
             bases = [t if t._base is None else t._base for t in (part, whole)]
             return bases[0] is bases[1]
         part, whole = unwrap_once(part), unwrap_once(whole)
+    return False
+
+
+def _own_derivative(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether what is pulled back from `part` to what it is a view of passes code of the user's."""
+    with functions_as_they_are():
+        if part._backward_hooks:
+            return True
+        node, ends = part.grad_fn, [whole.grad_fn, part.grad_fn if part._base is None else part._base.grad_fn]
+        while node is not None and all(node is not end for end in ends):
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                return True
+            node = node.next_functions[0][0] if node.next_functions else None
     return False
 
 
