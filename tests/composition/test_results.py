@@ -91,7 +91,15 @@ def hooked(x):
     return (out,)
 
 
-@pytest.mark.parametrize("fn", [lambda x: (Turned.apply(x),), lambda x: Turned.apply(x[1:]).chunk(2), hooked])
+def hooked_argument(x):
+    x.register_hook(torch.neg)
+    return x, x.sin()
+
+
+PARTS = [lambda x: (Turned.apply(x),), lambda x: Turned.apply(x[1:]).chunk(2), hooked, hooked_argument]
+
+
+@pytest.mark.parametrize("fn", PARTS)
 @pytest.mark.parametrize("way", ["trained", "nested", "compiled"])
 def test_views_with_a_derivative_of_their_own(fn, way):
     """A result that looks into an argument, and is pulled back by code of the user's."""

@@ -212,7 +212,7 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def _spec(part: torch.Tensor, base: torch.Tensor, number: int, order: tuple[int, ...]) -> AliasSpec | None:
     if part is base:
-        return AliasSpec(number)
+        return None if part._backward_hooks else AliasSpec(number)
     real = base.is_complex() and not part.is_complex()
     scale = 2 if real else 1
     start = part.storage_offset() - scale * base.storage_offset()
