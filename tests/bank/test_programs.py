@@ -90,9 +90,10 @@ def test_program_with_something_around(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in NAMES if "buffers" in BANK[name].tags])
+@pytest.mark.parametrize("name", [name for name in NAMES if BANK[name].tags & {"buffers", "scans"}])
 def test_program_with_tensors_of_a_users_class(name: str) -> None:
-    holds(BANK[name], "backward", READY[number(name) % len(READY)], around="class")
+    way = "backward" if "buffers" in BANK[name].tags else "result_written"
+    holds(BANK[name], way, READY[number(name) % len(READY)], around="class")
 
 
 # (What runs again as a whole is told.)

@@ -101,6 +101,7 @@ from remat.transforms.compat.autograd import (
     levels,  # the same as numbers, kinds and vmap's randomness
     made_dual,  # a tensor that a level of forward mode pushes a tangent of forward
     next_node,  # the number that this thread's next autograd node gets
+    no_view,  # what a torch function returned, as no view
     outside_batched_grads,  # leave the vmap of `is_grads_batched`, under which no op may draw
     parts_of,  # the plain tensors that make up a tensor with tangents, and the wrappers around them
     pop_hooks,  # take the innermost saved-tensor hooks off

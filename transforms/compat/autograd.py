@@ -433,6 +433,12 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     _autograd_c._unsafe_set_version_counter((tensor,), (version,))
 
 
+def no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """What a torch function returned, as no view: to a class of the user's torch turns its results by one."""
+    # As `torch.nn.Parameter` does it (2.11 to 2.15).
+    return torch.Tensor._make_subclass(type(tensor), tensor) if tensor._is_view() else tensor  # type: ignore[attr-defined]
+
+
 # -- functorch levels ---------------------------------------------------------------------------------
 # torch has no public way to write a rule for "a function under grad / vmap / jvp" other than
 # autograd.Function, whose jvp rule evaluates the function a second time. custom_function_call is built from

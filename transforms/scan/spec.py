@@ -18,6 +18,7 @@ from remat.transforms.compat import (
     functions_as_they_are,
     is_wrapped,
     modes_active,
+    no_view,
     unseen,
     unwrapped,
 )
@@ -315,7 +316,9 @@ def with_step_note(
 
 def own(tensor: torch.Tensor, taken: Container[int]) -> torch.Tensor:
     """A result of a Function: none of the tensors `taken` (by identity), and no view."""
-    return tensor.clone() if id(tensor) in taken or tensor._is_view() else tensor
+    if id(tensor) not in taken and not tensor._is_view():
+        return tensor
+    return no_view(tensor.clone())
 
 
 def compact(carry: Leaves) -> Leaves:
