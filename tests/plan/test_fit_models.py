@@ -887,6 +887,28 @@ def test_peaks_are_those_of_steps(kind):
     check(make(), torch.randn(4, 24, 32), rel=rel, cost="flops")
 
 
+COPIED = {
+    "softmax": lambda x: x.transpose(1, 2).softmax(-1),
+    "norm": lambda x: F.layer_norm(x.transpose(1, 2), (24,), torch.ones(24)),
+    "pooled": lambda x: F.max_pool2d(x.transpose(1, 2), 3, 1, 1),
+    "upsampled": lambda x: F.interpolate(x.view(4, 8, 24, 16), scale_factor=2),
+    "mask": lambda x: x * (x.detach() > 0),
+    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]),
+}
+
+
+def copied(kind):
+    """A block that widens, and sums what the function has made."""
+    return lambda self, x: x + COPIED[kind](self.net[1](x)).sum() * 1e-3
+
+
+@pytest.mark.parametrize("kind", COPIED)
+def test_peaks_have_what_kernels_copy(kind):
+    """Of operands that lie otherwise than a kernel of a CPU wants them, and of those of another dtype."""
+    report = remat.fit(Row(of(copied(kind)), 1), torch.randn(4, 24, 32), peak="1TiB", cost="flops")
+    assert report.measure().measured_bytes == pytest.approx(report.plain_bytes, rel=1e-3)
+
+
 def neighbours(self, x):
     """The backward of `gather` writes into zeros where tensors are plain ones."""
     near = x.unsqueeze(1).expand(-1, 24, -1, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,20 +12,18 @@ from remat._core import trace_cpu
 from remat.plan.graph.flops import flops_of
 from remat.plan.graph.measured import described, tensor_like
 from remat.plan.graph.stopwatch import alone
+from remat.plan.graph.traffic import is_view
 from remat.plan.joint import CONVOLUTION, CONVOLUTION_BACKWARD, MOST_RUN, RNN, Joint, Op, Ref, gpu_workspace
-from remat.transforms import BoundedCache, map_only
+from remat.transforms import BoundedCache, map_only, traits
 from remat.transforms.compat import profiling
 
-# What libraries do inside of these depends on shapes, strides, threads and the processor.
+# What these do inside depends on shapes, strides, threads and the processor.
 _LIBRARIES = ("aten.convolution", "aten._fft_", "aten.mkldnn_rnn_layer")
+_LIBRARIES += ("aten._scaled_dot_product", "aten.upsample")
 # (Of half precision, and of complex numbers.)
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
-# Kernels that copy an operand which is not contiguous (those of images may let channels come last).
-_COPYING = (
-    *("aten._softmax", "aten._log_softmax", "aten.native_layer_norm", "aten.native_group_norm"),
-    *("aten.max_pool", "aten.avg_pool", "aten.adaptive_", "aten.reflection_pad", "aten.replication_pad"),
-    *("aten.im2col", "aten.index_select", "aten._cdist"),
-)
+# These copy nothing but into their result.
+_COPIES = ("clone", "_to_copy", "copy", "cat", "stack", "constant_pad_nd", "select_backward")
 _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _FLOPS = 1e10  # and more are not run to find that out
 _seen: BoundedCache[str, int] = BoundedCache(4096)
@@ -33,8 +32,9 @@ _seen: BoundedCache[str, int] = BoundedCache(4096)
 def workspace(joint: Joint, op: Op) -> int:
     """Bytes that live while an op runs, besides what it reads and makes.
 
-    Convolutions, Fourier transforms, LSTMs and products of a CPU that are not in plain floats are run once,
-    on tensors of the same sizes, unless they are large. On a GPU, and of large ones, it is computed.
+    On a CPU what libraries do, attention, upsampling, products that are not in plain floats, and
+    what copies its operands are run once, on tensors of the same sizes, unless they are large. On a GPU, and
+    of large ones, it is computed.
     """
     values = joint.values
     made = [values[one] for one in op.outputs]
@@ -43,12 +43,7 @@ def workspace(joint: Joint, op: Op) -> int:
         given = [values[one.id] if isinstance(one, Ref) else one for one in op.args]
         return gpu_workspace(op.target, given, made)
     plain = not made or made[0].dtype in (torch.float32, torch.float64)
-    families = (*_LIBRARIES, *(() if plain else _PRODUCTS))
-    read = [values[v] for v in op.reads if len(values[v].stride) == len(values[v].shape)]  # none is sparse
-    like = [torch.empty_strided(one.shape, one.stride, device="meta") for one in read]
-    if not all(one.is_contiguous() for one in like):
-        families = (*families, *_COPYING)
-    if not op.name.startswith(families):
+    if not op.name.startswith(_LIBRARIES if plain else (*_LIBRARIES, *_PRODUCTS)) and not _copies(joint, op):
         return 0
     size = sum(values[v].bytes for v in (*op.reads, *op.outputs))
     if kind == "cpu" and size <= MOST_RUN and flops_of(joint, op) <= _FLOPS:
@@ -56,6 +51,27 @@ def workspace(joint: Joint, op: Op) -> int:
         if found is not None:
             return found
     return _computed(joint, op)
+
+
+def _copies(joint: Joint, op: Op) -> bool:
+    """Whether an op of a CPU may copy operands: they lie otherwise than its kernel wants them, or it computes
+    in another dtype."""
+    facts = traits(op.target)
+    if not facts.native or facts.may_draw or op.mutates or is_view(joint, op) or facts.name in _COPIES:
+        return False
+    read = [joint.values[v] for v in op.reads]
+    one_by_one = torch.Tag.pointwise in op.target.tags
+    if one_by_one or facts.name in ("sum", "mean"):
+        return len({joint.values[v].dtype for v in (*op.reads, *op.outputs)}) > 1
+    # (Of sparse ones no strides are known. Other integers may have to hold certain values.)
+    turned = any(v.stride and v.stride != _contiguous(v.shape) for v in read)
+    numbers = all(v.dtype.is_floating_point or v.dtype.is_complex for v in read)
+    known = numbers or facts.name.startswith(("index_select", "max_pool", "adaptive_max_pool"))
+    return turned and known and not op.name.startswith(_PRODUCTS)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*itertools.accumulate(shape[:0:-1], lambda a, b: a * b, initial=1),)[::-1] if shape else ()
 
 
 def _computed(joint: Joint, op: Op) -> int:
