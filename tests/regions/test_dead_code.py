@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.func import grad
 
 from remat import checkpoint_policy, remat, save_everything, save_matmuls, save_nothing, saved_residuals
 from tests.helpers import LiveBytes, OpCounter, crossed, rand
@@ -152,3 +153,19 @@ def test_a_captured_value_is_weighed_as_an_argument_is():
             found, grads = kept(remat, by_argument)
             assert found <= most
             torch.testing.assert_close(grads, want)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_a_function_does_not_read_has_no_gradient_at_two_levels(inference):
+    """A gradient of zeros would go on to where zero times infinity is no number."""
+
+    def twice(wrap):
+        def loss(x):
+            unread = F.normalize(torch.zeros(2, 3) * x.sin(), dim=1, eps=1e-3)
+            return wrap(lambda a, b: b.cos().sum())(unread, y)
+
+        return grad(lambda x: grad(loss)(x).square().sum())(x)
+
+    x, y = rand(3).float(), rand(3, seed=1)
+    with torch.inference_mode(inference):
+        torch.testing.assert_close(twice(remat), twice(lambda f: f))

@@ -261,13 +261,13 @@ class PullBack:
                 for i, ct in zip(self.present, cotangents, strict=True)
                 if outs[i].requires_grad and not cut_off(outs[i])
             ]
-            if not pairs:
-                return tuple([torch.zeros_like(t) for t in leaves])
-            ends, cts = [o for o, _ in pairs], [ct for _, ct in pairs]
-            with in_backward(last):
-                grads = torch.autograd.grad(
-                    ends, leaves, cts, create_graph=again, retain_graph=again or None, allow_unused=True
-                )
+            grads: Any = [None] * len(leaves)
+            if pairs:
+                ends, cts = [o for o, _ in pairs], [ct for _, ct in pairs]
+                with in_backward(last):
+                    grads = torch.autograd.grad(
+                        ends, leaves, cts, create_graph=again, retain_graph=again or None, allow_unused=True
+                    )
             self.unused.update(i for i, g in enumerate(grads) if g is None)
             return tuple(
                 [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)]
