@@ -231,7 +231,9 @@ def _run_eager(
     random = RandomState(given, own=reach)
     for _ in range(MOST_TRIES):
         step = Body(body, spec, found, trusted=not live)
-        options: dict[str, Any] = {"around": Bindings(reach).restored, "offloaded": spec.offloaded}
+        bindings = Bindings(reach)
+        step.in_scripts = None if bindings.scripts is None else bindings.in_scripts
+        options: dict[str, Any] = {"around": bindings.restored, "offloaded": spec.offloaded}
         if condition is not None:
             options["proceed"] = functools.partial(_proceed, step, Called(condition, under_levels()))
         scan, operands = make(step, spec, found, carry, rows, **options)

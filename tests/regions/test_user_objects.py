@@ -339,3 +339,31 @@ def test_modules_of_torchscript_in_a_transform_in_a_loop(kind):
     want, net = grad(lambda x: loss(eager, x))(x), SCRIPTED[kind](eager)
     for _ in range(3):
         same(grad(lambda x: loss(net, x))(x), want)
+
+
+class Loop(torch.nn.Module):
+    """A layer that is called twice, in a scan or not."""
+
+    def __init__(self, layer, scans):
+        super().__init__()
+        self.layer, self.scans = layer, scans
+
+    def forward(self, x):
+        if not self.scans:
+            return self.layer(self.layer(x))
+        return remat.scan_remat(lambda h, _: (self.layer(h), None), x, length=2)[0]
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_module_of_torchscript_in_a_scan(levels):
+    """Its weights are operands below the levels, where it reads them past substitutions."""
+    layer = torch.nn.Linear(3, 3)
+    weights = {f"layer.{name}": t.detach() for name, t in layer.named_parameters()}
+
+    def derivatives(loop):
+        once = grad(lambda w: torch.func.functional_call(loop, w, (torch.ones(2, 3),)).sin().sum())
+        if levels == 1:
+            return once(weights)
+        return grad(lambda w: once(w)["layer.weight"].square().sum())(weights)
+
+    same(derivatives(Loop(torch.jit.script(layer), True)), derivatives(Loop(layer, False)), 1e-5)

@@ -43,6 +43,7 @@ class Body:
         ys: the structure of y, known after the first step.
         at_once: how the function computes all its steps without one waiting for another, if it can: of the
             leaves of carry and xs, the carries before each step and after the last, as rows, and stacked ys.
+        in_scripts: `Bindings.in_scripts` where it leads to TorchScript, which no substitution reaches.
         unread: which captured tensors no step of a forward has read, of those that it is asked about.
     """
 
@@ -62,6 +63,7 @@ class Body:
         self.ys: Structure | None = None
         self.watched = False
         self.unread: set[int] = set()
+        self.in_scripts: Any = None
         self.at_once: Any = getattr(function, "at_once", None)
 
     def __call__(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
@@ -82,11 +84,11 @@ class Body:
             versions, out = self._evaluated(carry, row)
             note(None)
             return self._checked(out, carry, versions)
-        conversion = self.swapped(consts, [*carry, *x])
         # In the first step, and in the first that is differentiated: what is read past the substitution?
         fresh = not self.trusted or self.unread or (torch.is_grad_enabled() and not self.watched)
         self.watched = self.watched or torch.is_grad_enabled()
-        with StrayWatch([*consts, *carry, *x]) if fresh else _AS_IT_IS as watch, conversion:
+        watching = StrayWatch([*consts, *carry, *x]) if fresh else _AS_IT_IS
+        with watching as watch, self.swapped(consts, [*carry, *x]) as conversion:
             versions, out = self._evaluated(carry, row)
         note(conversion)
         if watch is not None:
@@ -132,7 +134,13 @@ class Body:
             return _AS_IT_IS
         table = {id(old): new for old, new in zip(self.captured, consts, strict=True)}
         tensors = [leaf for leaf in operands if is_tensor(leaf)]
-        return ClosureConversion(table, tensors, self.captured)
+        conversion = ClosureConversion(table, tensors, self.captured)
+        return conversion if self.in_scripts is None else self._scripted(conversion)
+
+    @contextlib.contextmanager
+    def _scripted(self, conversion: ClosureConversion) -> Iterator[ClosureConversion]:
+        with self.in_scripts(conversion.table), conversion:
+            yield conversion
 
     def _checked(self, out: Any, carry: Leaves, versions: list[int]) -> tuple[Leaves, list[torch.Tensor]]:
         name, given = self.spec.name, self.spec.carry
