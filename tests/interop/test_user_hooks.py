@@ -649,3 +649,21 @@ def test_a_write_to_what_hooks_hold(hooks: Function, make: Function) -> None:
         else:
             with pytest.raises(RematError, match="written in place"):
                 torch.autograd.grad(loss, x)
+
+
+class Named(torch.Tensor):
+    """A class of the user's."""
+
+
+def test_a_checkpoint_around_tensors_of_a_users_class_is_right_or_raises():
+    """A backward that begins with such a tensor runs without its class's functions."""
+    x = torch.randn(3, 4).as_subclass(Named).requires_grad_()
+    weight = torch.randn(4, 4)
+    inner = remat(lambda x: checkpoint_name(torch.tanh(x @ weight), "h").exp(), policy=save_names("h"))
+    outer = remat(lambda x: inner(x).sin(), policy=save_matmuls)
+    with pytest.raises(RematError, match="as_subclass"):
+        checkpoint(outer, x, use_reentrant=False).sum().backward()
+    checkpoint(outer, x, use_reentrant=False).sum().as_subclass(torch.Tensor).backward()
+    assert x.grad is not None
+    want = torch.autograd.grad(torch.tanh(x @ weight).exp().sin().sum(), x)
+    torch.testing.assert_close(x.grad.as_subclass(torch.Tensor), want[0].as_subclass(torch.Tensor))

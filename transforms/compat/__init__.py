@@ -73,11 +73,13 @@ from remat.transforms.compat.autograd import (
     forward_ad_active,  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent
     forward_grad_enabled,  # forward mode on or off
     function_modes_asked,  # whether torch functions ask modes here
+    functions_lost,  # whether a backward runs without the functions of users' classes
     graded_under,  # `torch.autograd.grad` from inside a torch-function mode, with one on meanwhile
     graph_kept,  # whether the running backward keeps its graph
     graph_memory,  # the storage of a tensor in a trace
     graph_storage,  # what aliases of one memory have in common in a trace
     graph_task,  # the number of the running backward, -1 outside
+    has_functions,  # whether a tensor's class has torch functions
     has_no_level_rule,  # whether `error` is that of an operator on functions without a rule for a level
     has_tangent,  # whether the innermost level pushes a tangent forward
     hooks_allowed,  # lift the refusal that `torch.func` puts on saved-tensor hooks

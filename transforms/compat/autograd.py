@@ -51,6 +51,20 @@ profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ign
 engine_runs: Callable[[Any], bool] = torch._C._will_engine_execute_node
 # The node that this thread's backward pass is running, None outside of one.
 running_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def functions_lost() -> bool:
+    """Whether a backward runs that a tensor of a user's class has begun: without the functions of such
+    classes, as torch turns them off inside of a method."""
+    return running_node() is not None and not torch._C._is_torch_function_enabled()
+
+
+def has_functions(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that has torch functions of its own, or inherits those of tensors."""
+    own: Any = type(tensor).__torch_function__
+    return type(tensor) is not torch.Tensor and own is not torch._C._disabled_torch_function_impl
+
+
 # The number that this thread's next autograd node gets.
 next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
 # Within, ops make no nodes, whatever grad mode says: some kernels look at that mode, and give other results.

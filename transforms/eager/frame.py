@@ -27,8 +27,10 @@ from remat.transforms.compat import (
     dual_level_open,
     function_modes_asked,
     functions_as_they_are,
+    functions_lost,
     graph_kept,
     graph_task,
+    has_functions,
     hook_saved,
     in_transform,
     next_node,
@@ -205,6 +207,16 @@ class Frame(Packer):
             self.values, self.early, self.task = {}, None, -1
         self.nodes = next_node() - self.start
         self.tape = recorder.tape
+        if recorder.apart and functions_lost():
+            met = next((t for t in recorder.outside if has_functions(t) and not wraps(t)), None)
+            if met is not None:
+                drop(self)
+                raise RematError(
+                    f"region {self.region.name!r} runs again for hooks around it, such as torch's "
+                    f"checkpoint, in a backward that a {type(met).__name__} has begun. Torch turns the "
+                    "functions of that class off there, so that the two runs differ. Begin with a plain "
+                    "tensor: loss.as_subclass(torch.Tensor).backward()."
+                )
         try:
             self.end(known, recorder, out)
         except BaseException:
