@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from remat import RematError, remat
+from tests.helpers import TORCH
 
 FUNC = torch.func
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -103,6 +104,8 @@ PARTS = [lambda x: (Turned.apply(x),), lambda x: Turned.apply(x[1:]).chunk(2), h
 @pytest.mark.parametrize("way", ["trained", "nested", "compiled"])
 def test_views_with_a_derivative_of_their_own(fn, way):
     """A result that looks into an argument, and is pulled back by code of the user's."""
+    if TORCH < (2, 12) and (way, fn) == ("compiled", hooked_argument):
+        pytest.skip("Dynamo of 2.11 refuses the hook there, in torch's checkpoint, too")
     x, w = torch.linspace(-1, 1, 5), torch.linspace(1, 2, 5).requires_grad_()
 
     def step(fn):
