@@ -667,3 +667,13 @@ def test_a_checkpoint_around_tensors_of_a_users_class_is_right_or_raises():
     assert x.grad is not None
     want = torch.autograd.grad(torch.tanh(x @ weight).exp().sin().sum(), x)
     torch.testing.assert_close(x.grad.as_subclass(torch.Tensor), want[0].as_subclass(torch.Tensor))
+
+
+def test_what_is_computed_in_inference_mode_is_packed_alike_in_each_call():
+    """Methods of a user's class return aliases; there no view holds what those are aliases of."""
+    x, y = (torch.randn(3, 4).as_subclass(Named) for _ in range(2))
+    region = remat(lambda x: x * torch.inference_mode()(y.sin)().clone(), policy=save_matmuls)
+    x.requires_grad_()
+    checkpoint(region, x, use_reentrant=False).sum().as_subclass(torch.Tensor).backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.as_subclass(torch.Tensor), y.sin().as_subclass(torch.Tensor))

@@ -350,6 +350,8 @@ class Recorder(KeptValues):
         self._remember(memory, root, number, tensor)
         if geometry(tensor) == base and offset == tensor.storage_offset():
             self._numbers.add(tensor, number)
+            # (No view holds what it is an alias of: a later call would not know where it comes from.)
+            self.tape.cacheable = self.tape.cacheable and not tensor.is_inference()
             return number
         self.tape.cacheable = False
         if base[0] is not tensor.dtype or base[1] != tensor.is_conj() or tensor.is_neg():
