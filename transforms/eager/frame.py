@@ -207,17 +207,9 @@ class Frame(Packer):
             self.values, self.early, self.task = {}, None, -1
         self.nodes = next_node() - self.start
         self.tape = recorder.tape
-        if recorder.apart and functions_lost():
-            met = next((t for t in recorder.outside if has_functions(t) and not wraps(t)), None)
-            if met is not None:
-                drop(self)
-                raise RematError(
-                    f"region {self.region.name!r} runs again for hooks around it, such as torch's "
-                    f"checkpoint, in a backward that a {type(met).__name__} has begun. Torch turns the "
-                    "functions of that class off there, so that the two runs differ. Begin with a plain "
-                    "tensor: loss.as_subclass(torch.Tensor).backward()."
-                )
         try:
+            if recorder.apart and functions_lost():
+                self.refuse_other_run(recorder)
             self.end(known, recorder, out)
         except BaseException:
             drop(self)
@@ -309,6 +301,17 @@ class Frame(Packer):
             return at
         self.handles += [None] * (at - len(self.handles))
         return self.pack(tensor)
+
+    def refuse_other_run(self, recorder: Recorder) -> None:
+        """Raise where it has met tensors of users' classes, whose functions are off in this run alone."""
+        met = next((t for t in recorder.outside if has_functions(t) and not wraps(t)), None)
+        if met is not None:
+            raise RematError(
+                f"region {self.region.name!r} runs again for hooks around it, such as torch's "
+                f"checkpoint, in a backward that a {type(met).__name__} has begun. Torch turns the "
+                "functions of that class off there, so that the two runs differ. Begin with a plain "
+                "tensor: loss.as_subclass(torch.Tensor).backward()."
+            )
 
     def stood_back(self) -> None:
         self.late = {}

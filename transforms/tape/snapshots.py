@@ -181,17 +181,15 @@ class Snapshot:
     __slots__ = ("layout", "memory", "size", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, unread: bool = False) -> None:
-        self.version, self.layout = version_of(tensor), None
+        self.version, self.layout = version_of(tensor), _lies(tensor)
         self.size: tuple[int, torch.device] | None = None
         memory = memory_of(tensor) if _has_memory(type(tensor)) else None
         if unread and memory is not None:
             self.memory, self.tensor, self.size = None, None, (memory.nbytes(), memory.device)
-            self.layout = tensor.storage_offset(), tensor.shape, tensor.stride()
         elif memory is None or tensor.is_meta or not memory_is_real():
-            self.memory, self.tensor, self.layout = None, tensor.detach().clone(), _lies(tensor)
+            self.memory, self.tensor = None, tensor.detach().clone()
         else:
             self.memory, self.tensor = memory.clone(), None
-            self.layout = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def copy(self) -> Snapshot:
         """Another one, to be written to."""

@@ -14,7 +14,7 @@ from remat._overrides import standing_for
 from remat.plan.calls.cache import graph_of
 from remat.plan.calls.looking import looked
 from remat.plan.graph import Graph
-from remat.plan.joint import Joint, Shell, left_out, lies_of, record, shell_of, tensors_given
+from remat.plan.joint import Joint, Shell, left_out, record, shell_of, tensors_given
 from remat.policies import Policy
 from remat.transforms.compat import in_transform, running_node
 from remat.transforms.entry import under_hooks
@@ -86,10 +86,9 @@ class Regions:
             gone = ends[1], _only_in(every.joint, graph.joint)
         shell = _shell(every, fn, args, kwargs)
         self.note(fn, graph, tuple([k for k, meta in enumerate(shell.fresh) if meta.grad]), gone)
-        lies = every.solved.made(_LIES, lambda: dict([lies_of(every.joint)]))
-        begun, ends = lies_of(graph.joint)
-        lies[begun] = ends
-        return left_out(shell, lambda begun: lies.get(begun, ends), args, kwargs)
+        lies = every.solved.made(_LIES, dict)
+        lies.update([every.joint.lies, graph.joint.lies])
+        return left_out(shell, lambda begun: lies.get(begun, graph.joint.lies[1]), args, kwargs)
 
     def around(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joint:
         """The graph of `fn(*args, **kwargs)` with the regions left out that are met in it."""
@@ -113,7 +112,7 @@ class Regions:
         for at, (met, hole) in enumerate(zip(self.found, outside.holes, strict=False)):
             # A record of its own begins with the results in trees: not with those in objects and functions.
             lie = tuple([outside.values[v].stride for v in hole.cotangents])
-            others = lies_of(met.graph.joint)[0] != lie or not set(met.graded).issubset(hole.present)
+            others = met.graph.joint.lies[0] != lie or not set(met.graded).issubset(hole.present)
             if others and hole.backward >= 0:
                 self.present[at] = hole.present, hole.gone, lie
         return self.present != before

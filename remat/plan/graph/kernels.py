@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from typing import Any
 
@@ -12,8 +12,17 @@ from remat._core import trace_cpu
 from remat.plan.graph.flops import flops_of
 from remat.plan.graph.measured import described, tensor_like
 from remat.plan.graph.stopwatch import alone
-from remat.plan.graph.traffic import is_view
-from remat.plan.joint import CONVOLUTION, CONVOLUTION_BACKWARD, MOST_RUN, RNN, Joint, Op, Ref, gpu_workspace
+from remat.plan.joint import (
+    CONVOLUTION,
+    CONVOLUTION_BACKWARD,
+    MOST_RUN,
+    RNN,
+    Joint,
+    Op,
+    Ref,
+    dense,
+    gpu_workspace,
+)
 from remat.transforms import BoundedCache, map_only, traits
 from remat.transforms.compat import profiling
 
@@ -56,22 +65,23 @@ def workspace(joint: Joint, op: Op) -> int:
 def _copies(joint: Joint, op: Op) -> bool:
     """Whether an op of a CPU may copy operands: they lie otherwise than its kernel wants them, or it computes
     in another dtype."""
-    facts = traits(op.target)
-    if not facts.native or facts.may_draw or op.mutates or is_view(joint, op) or facts.name in _COPIES:
+    if op.mutates or not _may_copy(op.target):
         return False
-    read = [joint.values[v] for v in op.reads]
-    one_by_one = torch.Tag.pointwise in op.target.tags
-    if one_by_one or facts.name in ("sum", "mean"):
+    facts, read = traits(op.target), [joint.values[v] for v in op.reads]
+    if torch.Tag.pointwise in op.target.tags or facts.name in ("sum", "mean"):
         return len({joint.values[v].dtype for v in (*op.reads, *op.outputs)}) > 1
     # (Of sparse ones no strides are known. Other integers may have to hold certain values.)
-    turned = any(v.stride and v.stride != _contiguous(v.shape) for v in read)
+    turned = any(v.stride and v.stride != dense(v.shape, range(len(v.shape), 0, -1)) for v in read)
     numbers = all(v.dtype.is_floating_point or v.dtype.is_complex for v in read)
     known = numbers or facts.name.startswith(("index_select", "max_pool", "adaptive_max_pool"))
     return turned and known and not op.name.startswith(_PRODUCTS)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*itertools.accumulate(shape[:0:-1], lambda a, b: a * b, initial=1),)[::-1] if shape else ()
+@functools.lru_cache(4096)
+def _may_copy(target: Any) -> bool:
+    # (Asked of every op in each simulation.)
+    facts = traits(target)
+    return facts.native and not (facts.may_draw or facts.view or facts.name in _COPIES)
 
 
 def _computed(joint: Joint, op: Op) -> int:

@@ -13,7 +13,6 @@ from remat.plan.joint.holes import (
     Shell,  # what a call returns, without data
     is_held,  # whether somebody else holds a tensor among arguments
     left_out,  # the results of a call that is left out of the graph around
-    lies_of,  # how the gradients of a call lie
     shell_of,  # what a call returns, by a run on fake tensors
     tensors_given,  # the tensors among arguments, each once
 )
@@ -30,6 +29,7 @@ from remat.plan.joint.ops import (
     Op,  # one dispatched op
     Ref,  # stands for value `id` in the arguments of a recorded op
     Value,  # a tensor of the joint graph
+    dense,  # strides in an order, without gaps
     learned,  # the forward half of a joint graph, from the tape of a call that has run
 )
 from remat.plan.joint.ran import (

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from remat.plan.joint.ops import Joint
+from remat.plan.joint.ops import Joint, Strides, dense
 from remat.plan.joint.packing import Packing
 from remat.plan.joint.stand_ins import on_fakes
 from remat.transforms import (
@@ -242,17 +242,6 @@ def _metas(fresh: Sequence[torch.Tensor]) -> list[_Meta]:
     return found
 
 
-Strides = tuple[tuple[int, ...], ...]
-
-
-def lies_of(joint: Joint) -> tuple[Strides, dict[int, tuple[int, ...]]]:
-    """The strides of the gradients that a backward begins with, and of those it ends in, by their inputs."""
-    begun = tuple([value.stride for value in joint.values if value.origin == "tangent"])
-    ends = [(v, joint.values[g]) for v, g in zip(joint.differentiated, joint.gradients, strict=True)]
-    # Parts of one memory, such as those of what is joined, count once each.
-    return begun, {v: _dense(g.shape, g.stride) for v, g in ends if 0 not in g.stride}
-
-
 def left_out(
     shell: Shell,
     lies: Callable[[Strides], dict[int, tuple[int, ...]]],
@@ -378,7 +367,7 @@ class _Left(torch.autograd.Function):
         ctx.mark_non_differentiable(*[t for t, m in zip(made, fresh, strict=True) if not m.grad])
         ctx.set_materialize_grads(False)
         ctx.hole, ctx.lies = hole, lies
-        ctx.like = [(t.shape, _dense(t.shape, t.stride()), t.dtype, t.device) for t in operands]
+        ctx.like = [(t.shape, dense(t.shape, t.stride()), t.dtype, t.device) for t in operands]
         return tuple(made)
 
     @staticmethod
@@ -393,12 +382,3 @@ class _Left(torch.autograd.Function):
             )
         ]
         return (None, None, None, None, *found)
-
-
-def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a gradient: dimensions in the order of its tensor's, without the gaps of a part."""
-    found, step = [0] * len(shape), 1
-    for at in sorted(range(len(shape)), key=lambda k: (stride[k], -k)):
-        found[at] = step
-        step *= shape[at]
-    return tuple(found)

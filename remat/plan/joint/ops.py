@@ -4,6 +4,7 @@ from the tape of a call that has run."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,18 @@ from remat.transforms.tape import Node, Ref as TapeRef, Tape, refs_in
 
 # What the names of ops end in that may not run.
 OPTIONAL = " by autocast"
+
+
+Strides = tuple[tuple[int, ...], ...]
+
+
+def dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides with the dimensions in the order of these, without the gaps of a part."""
+    found, step = [0] * len(shape), 1
+    for at in sorted(range(len(shape)), key=lambda k: (stride[k], -k)):
+        found[at] = step
+        step *= shape[at]
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -190,6 +203,14 @@ class Joint:
         """Bytes of the storages of the forward: ops are of the same shapes where these are the same."""
         met = {self.values[v].storage for op in self.forward for v in (*op.reads, *op.outputs)}
         return tuple([size for s, size in enumerate(self.storages) if s in met])
+
+    @functools.cached_property
+    def lies(self) -> tuple[Strides, dict[int, tuple[int, ...]]]:
+        """The strides of the gradients that a backward begins with, and of those it ends in, by inputs."""
+        begun = tuple([value.stride for value in self.values if value.origin == "tangent"])
+        ends = [(v, self.values[g]) for v, g in zip(self.differentiated, self.gradients, strict=True)]
+        # Parts of one memory, such as those of what is joined, count once each.
+        return begun, {v: dense(g.shape, g.stride) for v, g in ends if 0 not in g.stride}
 
     @functools.cached_property
     def stored(self) -> tuple[int, ...]:
